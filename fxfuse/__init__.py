@@ -1,0 +1,29 @@
+"""fxfuse: a torch.compile backend that fuses chains around a convolution into single CUDA and CPU ops.
+
+    compiled = torch.compile(model, backend="fxfuse")     # no import of fxfuse needed
+    print(fxfuse.explain(model, x))                       # what would be fused, and why the rest would not
+    print(*fxfuse.reports())                              # what the compilations of this process did
+    fused, report = fxfuse.rewrite(graph_module, x)       # the FX pass alone, on a traced graph
+
+Importing this package touches no device and compiles nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import explain, rewrite
+    from .report import Report, reports
+
+__version__ = "0.1.0"
+__all__ = ["Report", "explain", "reports", "rewrite"]
+
+_HOMES = {"Report": "report", "explain": "api", "reports": "report", "rewrite": "api"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fxfuse' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,0 +1,86 @@
+"""What fxfuse does without `torch.compile`: `explain` a model, `rewrite` a traced graph."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from . import engine, library, torch_private
+from .chain import chain_names
+from .options import Options, split
+from .report import Report
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """What `torch.compile(model, backend="fxfuse")` would fuse when called with these arguments, and why not the rest.
+
+    Captures every graph under the caller's grad mode, across graph breaks, on fake tensors: no kernel runs, no machine code is made, and
+    parameters and buffers stay as they are. Where the model needs real data to go on (`if x.sum() > 0`), the report holds what was
+    captured so far and `report.stopped` names the line. Options are read from the `FXFUSE_*` variables.
+    Raises OptionError for a bad variable, and what the model itself raises on these arguments.
+    """
+    options = dataclasses.replace(split(None, chain_names())[0], strict=False)
+    report = Report()
+
+    def capture(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        report.extend(_explained(gm, options))
+        return gm.forward
+
+    with torch_private.new_fake_mode() as mode:
+        fake = torch_private.fake_of(mode)
+        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
+        try:
+            with torch_private.static_capture():
+                torch.compile(_on_fake_state(model, fake), backend=capture)(*args, **kwargs)
+        except torch_private.DataDependent as error:
+            report.stopped = f"the model needs the data of a tensor {torch_private.user_line(error)}"
+    return report
+
+
+def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[fx.GraphModule, Report]:
+    """The FX pass alone: a graph module with its chains fused, and the report; `gm` itself, untouched, where nothing is fused.
+
+    gm: from `torch.fx.symbolic_trace`, `torch.export.export(...).module()` or a Dynamo graph; it and its modules are never modified.
+    example_inputs: needed where the graph holds no example values; only their shapes, strides, dtypes and devices are read.
+    options: `select`, `strict`, `passes` as in `fxfuse.options`.
+    The ops have no backward, so chains whose result needs a gradient are declined: call under `torch.no_grad()`.
+    Raises OptionError for a bad option, NotFusedError under `strict` for a candidate that is left alone.
+    """
+    own, _ = split({f"fxfuse.{name}": value for name, value in options.items()}, chain_names())
+    annotated = gm
+    if engine.needs_values(gm.graph):
+        annotated = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        mode = torch_private.new_fake_mode()
+        fakes = torch.utils._pytree.tree_map_only(torch.Tensor, torch_private.fake_of(mode), example_inputs)
+        torch_private.annotate(annotated, fakes, mode)
+    graph, report = engine.fuse(annotated.graph, own)
+    if graph is annotated.graph:
+        return gm, report
+    fused = fx.GraphModule(gm, graph)
+    fused.meta = dict(gm.meta)
+    return fused, report
+
+
+def _on_fake_state(model: Callable[..., Any], fake: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """The model as a new function that runs on fake copies of its parameters and buffers; a plain function is just called."""
+    module = isinstance(model, nn.Module)
+    state = {name: fake(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())} if module else {}
+
+    def on_fake_state(*args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(model, state, args, kwargs) if module else model(*args, **kwargs)
+
+    # Dynamo keeps what it compiled, and which sizes vary, by code object: a fresh one keeps one explain from the next.
+    return types.FunctionType(on_fake_state.__code__.replace(), globals(), closure=on_fake_state.__closure__)
+
+
+def _explained(gm: fx.GraphModule, options: Options) -> Report:
+    graph, report = engine.fuse(gm.graph, options, unavailable=lambda device: library.unavailable(device, build=False))
+    report.before.append(torch_private.readable(gm.graph))
+    report.after.append(torch_private.readable(graph))
+    return report

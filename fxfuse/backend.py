@@ -1,0 +1,83 @@
+"""The `torch.compile` backend: options, then the engine's pipeline over Dynamo's graph, then Inductor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import engine, torch_private
+from .build import build_hash
+from .chain import chain_names
+from .options import Options, split
+from .report import Report, keep
+
+log = logging.getLogger("fxfuse")
+
+
+def fxfuse(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compiles a Dynamo graph with its chains fused. Registered as `torch.compile(model, backend="fxfuse")`.
+
+    mode, options: as `torch.compile` passes them on; `fxfuse.*` keys are fxfuse's own (see `fxfuse.options`), the rest goes to Inductor.
+    Raises OptionError for a bad `fxfuse.*` option, RuntimeError (Inductor's) for any other bad option or mode, and, only under
+    `fxfuse.strict`, NotFusedError for a candidate that is left alone and whatever an exception inside fxfuse is.
+    """
+    own, rest = split(options, chain_names())
+    inductor = torch_private.inductor(mode or own.mode, rest)
+    original = gm.graph
+    report = fuse_in_place(gm, own)
+    try:
+        if gm.graph is original:
+            return inductor(gm, example_inputs)
+        with _cache_key(gm.graph):
+            return inductor(gm, example_inputs)
+    except Exception:
+        if own.strict or gm.graph is original:
+            raise
+        log.exception("fxfuse: Inductor does not compile the rewritten graph; compiling it as it was. Please report this.")
+        gm.graph = original
+        report.fused.clear()
+        report.stopped = "Inductor does not compile the rewritten graph; the log holds the exception"
+        return inductor(gm, example_inputs)
+    finally:
+        engine.count(report)
+        keep(report)
+
+
+fxfuse.reset = torch_private.reset_inductor
+
+
+def fuse_in_place(gm: fx.GraphModule, options: Options) -> Report:
+    """Gives `gm` its rewritten graph, or leaves it as it was where nothing is fused or (outside strict mode) fxfuse fails."""
+    try:
+        graph, report = engine.fuse(gm.graph, options)
+        if graph is not gm.graph:
+            gm.graph = graph
+    except Exception as error:
+        if options.strict:
+            raise
+        log.exception("fxfuse: an exception in its own pass; the graph goes to Inductor as it was. Please report this.")
+        return Report(graphs=1, stopped=f"an exception inside fxfuse: {type(error).__name__}: {error}")
+    return report
+
+
+def _devices(graph: fx.Graph) -> set[str]:
+    """Device types on which ops of fxfuse's run in the graph."""
+    own = (node for node in graph.nodes if getattr(node.target, "namespace", None) == "fxfuse")
+    return {node.meta["example_value"].device.type for node in own}
+
+
+def _cache_key(graph: fx.Graph) -> Any:
+    """Inductor's cache keys hold a custom op's name only: the hashes of kernels and passes join it, so that a new version is not served old code."""
+    config = torch.compiler.config
+    hashes = "".join(f"+fxfuse-{build_hash(device_type)}" for device_type in sorted(_devices(graph)))
+    return config.patch(cache_key_tag=config.cache_key_tag + hashes)

@@ -1,0 +1,37 @@
+"""The `fxfuse` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="fxfuse", description="Fuses convolution chains in torch.compile models into single ops.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands.add_parser(
+        "demo",
+        help="compile both headline models and compare error and time with eager and Inductor",
+        description="Compiles both headline models at a size that suits the device found, checks them against fp64 and times eager, "
+        "Inductor and fxfuse in turn. Exit code 1 if a result is wrong or a chain was not fused.",
+    )
+    doctor = commands.add_parser(
+        "doctor",
+        help="show versions, devices, compilers and libraries, what will happen and how to mend it",
+        description="Shows the whole state and what fxfuse will do on each device. Exit code 1 if chains cannot be fused.",
+    )
+    doctor.add_argument("--build", action="store_true", help="build what is missing first")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "demo":
+        from .demo import main as demo
+
+        return demo()
+    from .doctor import main as doctor_main
+
+    return doctor_main(build=arguments.build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

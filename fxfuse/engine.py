@@ -1,0 +1,136 @@
+"""The pipeline over one graph: view, find, check, choose, rewrite. It knows no chain and never leaves a graph half rewritten."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._dynamo.utils import counters
+
+from . import library
+from .chain import Chain, Implementation, chains, first_failure
+from .choose import decide, rates_of
+from .match import Match, Miss, find
+from .options import Options
+from .report import Declined, Fused, Report, location_of, text_of
+from .replacement import rewritten
+from .safety import refusal
+from .view import GraphView
+
+log = logging.getLogger("fxfuse")
+
+# Whether the kernels for a device ("cpu", "cuda:0") can be used: None, or the sentence why not.
+Availability = Callable[[str], "str | None"]
+
+
+class NotFusedError(RuntimeError):
+    """Under `fxfuse.strict`, a candidate was not fused."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A match, the implementation that was chosen for it, and why."""
+
+    match: Match
+    implementation: Implementation
+    why: str
+
+
+def fuse(graph: fx.Graph, options: Options, unavailable: Availability = library.unavailable) -> tuple[fx.Graph, Report]:
+    """The graph with its chains fused, and what was done. With nothing to fuse, the very same graph object.
+
+    graph: nodes carry fake tensors as `meta["example_value"]` or `meta["val"]`.
+    Raises NotFusedError under `options.strict` if a candidate is declined.
+    """
+    report = Report(graphs=1)
+    view = GraphView(graph)
+    plans = plan(view, options, unavailable, report)
+    if options.strict and report.declined:
+        raise NotFusedError("; ".join(f"{d.chain} at {d.location or d.node}: {d.reason}" for d in report.declined))
+    if not plans:
+        return graph, report
+    result = rewritten(graph, [(p.match, p.implementation.replace) for p in plans])
+    report.fused += [_fused(p) for p in plans]
+    return result, report
+
+
+def plan(view: GraphView, options: Options, unavailable: Availability, report: Report) -> list[Plan]:
+    """Chooses for every candidate of every chain that is on; what is declined goes into the report. A node serves one plan at most."""
+    plans: list[Plan] = []
+    taken: set[fx.Node] = set()
+    for chain in _chains_on(options):
+        for found in find(view, chain):
+            decision = _decide(view, found, options, unavailable, taken)
+            if isinstance(decision, Plan):
+                plans.append(decision)
+                taken |= decision.match.nodes
+            else:
+                report.declined.append(decision)
+    return sorted(plans, key=lambda p: view.order[p.match.anchor.node])
+
+
+def count(report: Report) -> None:
+    """Adds a compiled graph's report to Dynamo's counters."""
+    for fused in report.fused:
+        counters["fxfuse"][fused.chain] += 1
+    for declined in report.declined:
+        counters["fxfuse_declined"][declined.chain] += 1
+
+
+def _chains_on(options: Options) -> list[Chain]:
+    return [chain for chain in chains() if options.passes is None or chain.name in options.passes]
+
+
+def _decide(view: GraphView, found: Match | Miss, options: Options, unavailable: Availability, taken: set[fx.Node]) -> Plan | Declined:
+    if isinstance(found, Miss):
+        return _declined(found.chain, found.reached, found.call.node, found.reason)
+    reached = list(found.calls)[-1]
+    overlap = next((node for node in found.nodes if node in taken), None)
+    if overlap is not None:
+        return _declined(found.chain, reached, overlap, f"{overlap.name} already belongs to another fused chain")
+    unsafe = refusal(view, found)
+    if unsafe is not None:
+        return _declined(found.chain, reached, *unsafe)
+    reason = first_failure(found.chain.requires(**found.calls))
+    if reason is not None:
+        return _declined(found.chain, reached, found.anchor.node, reason)
+    if options.select == "never":
+        return _declined(found.chain, reached, found.anchor.node, 'fxfuse.select is "never"')
+    missing = unavailable(str(found.anchor.value.device))
+    if missing is not None:
+        return _declined(found.chain, reached, found.anchor.node, missing)
+    return _choose(found, options, reached)
+
+
+def _choose(match: Match, options: Options, reached: str) -> Plan | Declined:
+    reasons = []
+    for implementation in match.chain.implementations:
+        reason = first_failure(implementation.takes(**match.calls))
+        if reason is None:
+            choice = decide(implementation.cost(**match.calls), rates_of(match.anchor.value.device), options.select)
+            if choice.taken:
+                return Plan(match, implementation, choice.why)
+            reason = f"left to Inductor: {choice.why}"
+        reasons.append(f"{implementation.op}: {reason}")
+    return _declined(match.chain, reached, match.anchor.node, "; ".join(reasons))
+
+
+def _declined(chain: Chain, reached: str, node: fx.Node, reason: str) -> Declined:
+    return Declined(chain.name, reached, node.name, reason, location_of(node))
+
+
+def _fused(plan: Plan) -> Fused:
+    match = plan.match
+    values = (match.anchor.tensor("input"), match.anchor.value, match.last.value)
+    shapes = " -> ".join(text_of(value.shape) for value in values)
+    names = tuple(node.name for call in match.present for node in call.nodes)
+    return Fused(match.chain.name, plan.implementation.op, names, shapes, plan.why, location_of(match.anchor.node))
+
+
+def needs_values(graph: fx.Graph) -> bool:
+    """Whether any op of the graph lacks an example value, so that shapes must be propagated before `fuse`."""
+    ops = [node for node in graph.nodes if node.op.startswith("call_") and not isinstance(node.target, torch._ops.HigherOrderOperator)]
+    return any("example_value" not in node.meta and "val" not in node.meta for node in ops)

@@ -1,0 +1,91 @@
+"""Finding chains: from each anchor convolution, follow the value from reader to reader for as long as the chain's steps go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from .chain import Chain, Step
+from .view import Call, GraphView
+
+
+@dataclass(frozen=True)
+class Match:
+    """A complete chain: every step's call by step name (None for an optional step that is absent)."""
+
+    chain: Chain
+    calls: Mapping[str, Call | None]
+
+    @property
+    def present(self) -> list[Call]:
+        """The calls in chain order, absent optional steps left out."""
+        return [call for call in self.calls.values() if call is not None]
+
+    @property
+    def anchor(self) -> Call:
+        return self.present[0]
+
+    @property
+    def last(self) -> Call:
+        return self.present[-1]
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        return {node for call in self.present for node in call.nodes}
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A candidate that is no match: the last step that was found, and why the next one was not."""
+
+    chain: Chain
+    reached: str
+    call: Call
+    reason: str
+
+
+def find(view: GraphView, chain: Chain) -> Iterator[Match | Miss]:
+    """Every candidate of the chain, in graph order; an anchor that no step follows is not a candidate."""
+    for anchor in view.anchors(chain.steps[0].words[0]):
+        if anchor.dims in chain.dims:
+            found = _follow(view, chain, anchor)
+            if found is not None:
+                yield found
+
+
+def _follow(view: GraphView, chain: Chain, anchor: Call) -> Match | Miss | None:
+    calls: dict[str, Call | None] = {chain.steps[0].name: anchor}
+    current, reached = anchor, chain.steps[0]
+    for step in chain.steps[1:]:
+        following = _next(view, current, step)
+        calls[step.name] = following
+        if following is not None:
+            current, reached = following, step
+        elif not step.optional:
+            return None if current is anchor else Miss(chain, reached.name, current, _stopped(view, current, step))
+    return Match(chain, calls)
+
+
+def _next(view: GraphView, current: Call, step: Step) -> Call | None:
+    for reader in view.readers[current.result]:
+        call = view.flows(current.result, reader)
+        if call is not None and call.word in step.words:
+            return call
+    return None
+
+
+def _stopped(view: GraphView, current: Call, step: Step) -> str:
+    readers = view.readers[current.result]
+    followers = ", ".join(dict.fromkeys(describe(view, reader) for reader in readers)) or "nothing"
+    return f"{current.word} is followed by {followers}; the chain goes on with {' or '.join(step.words)}"
+
+
+def describe(view: GraphView, node: fx.Node) -> str:
+    """How a sentence names a node: the word it spells, else what it calls."""
+    if node in view.calls:
+        return view.calls[node].word
+    if node.op == "output":
+        return "the graph's output"
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -1,0 +1,60 @@
+"""Measuring: contenders in turn in the same run, and errors against fp64."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Contender = Callable[[], Any]
+
+
+def paired_times(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of every call, by contender. Each round calls every contender once, so that drift of the machine hits all alike.
+
+    On CUDA: GPU time between events on the current stream; else wall time.
+    """
+    timed = _cuda_ms if device.type == "cuda" else _wall_ms
+    for contender in contenders.values():
+        timed(contender)
+        timed(contender)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            times[name].append(timed(contender))
+    return times
+
+
+def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    """Median of each contender's times."""
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _cuda_ms(contender: Contender) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    contender()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _wall_ms(contender: Contender) -> float:
+    start = time.perf_counter()
+    contender()
+    return (time.perf_counter() - start) * 1e3
+
+
+def fp64_result(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    """The model's result in fp64, on a copy of the model; parameters and inputs as they are, only widened."""
+    return copy.deepcopy(model).double()(*(x.double() for x in inputs))
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """||out - reference|| / ||reference|| in fp64; nan where `out` holds one that the reference does not."""
+    return float((out.double() - reference).norm() / reference.norm())

@@ -1,0 +1,31 @@
+"""Declaring ops: schema, tags and fake in Python; the kernels register themselves from the compiled library.
+
+Schemas live in Python so that matching, explain and fake tensors work with no library built, and because a second C++ `def` of an op
+aborts the process, while here a second import finds the op declared and goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAMESPACE = "fxfuse"
+# Inductor gives an untagged custom op exact strides: it copies a channels_last convolution output to contiguous in front of it.
+TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def define(schema: str, fake: Callable[..., torch.Tensor]) -> Any:
+    """Declares `fxfuse::<name><schema>` with its fake and returns the op; declares it once a process, whoever imports it again.
+
+    schema: as in native_functions.yaml, without the namespace. fake: gets the op's arguments, returns an empty output of the right shape,
+    dtype and strides, computed from the strides it is given, and raises what eager would raise on bad shapes.
+    """
+    name = schema.split("(", 1)[0]
+    if not hasattr(getattr(torch.ops, NAMESPACE), name):
+        _library.define(schema, tags=TAGS)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default

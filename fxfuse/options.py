@@ -1,0 +1,95 @@
+"""Options: read from `torch.compile(..., options={"fxfuse.select": ...})`, else from `FXFUSE_*` variables, else the default. Nowhere else.
+
+| option          | variable        | values                              | default |
+|-----------------|-----------------|-------------------------------------|---------|
+| `fxfuse.select` | `FXFUSE_SELECT` | `auto`, `always`, `never`           | `auto`  |
+| `fxfuse.strict` | `FXFUSE_STRICT` | a bool; `1`/`0` in the variable     | `False` |
+| `fxfuse.passes` | `FXFUSE_PASSES` | chain names, list or comma-separated | all     |
+| `fxfuse.mode`   | `FXFUSE_MODE`   | an Inductor mode                    | none    |
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+PREFIX = "fxfuse."
+SELECT = ("auto", "always", "never")
+
+
+class OptionError(ValueError):
+    """An option of fxfuse's has an unknown name or a value it cannot take."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How fxfuse treats one compilation.
+
+    select: "auto" fuses where the measured rule says it is not slower, "always" wherever a kernel exists, "never" nowhere.
+    strict: a candidate that is not fused, or an exception inside fxfuse, is an error.
+    passes: names of the chains that are looked for; None for all.
+    mode: an Inductor mode, for use beside other options (torch.compile itself refuses `mode=` next to `options=`).
+    """
+
+    select: str = "auto"
+    strict: bool = False
+    passes: tuple[str, ...] | None = None
+    mode: str | None = None
+
+
+def split(options: Mapping[str, Any] | None, known_passes: tuple[str, ...]) -> tuple[Options, dict[str, Any]]:
+    """fxfuse's own options, checked, and the rest, which is Inductor's to check.
+
+    Raises OptionError for an unknown `fxfuse.*` key or a value that the option does not take.
+    """
+    given = dict(options or {})
+    own = {key[len(PREFIX) :]: given.pop(key) for key in list(given) if key.startswith(PREFIX)}
+    names = [field.name for field in fields(Options)]
+    for name in own:
+        if name not in names:
+            nearest = (difflib.get_close_matches(name, names, n=1, cutoff=0.0) or names)[0]
+            raise OptionError(
+                f"unknown option {PREFIX + name!r}; the nearest is {PREFIX + nearest!r}; fxfuse takes {', '.join(PREFIX + n for n in names)}"
+            )
+    values = {}
+    for name in names:
+        variable = f"FXFUSE_{name.upper()}"
+        source, value = (PREFIX + name, own[name]) if name in own else (variable, os.environ.get(variable))
+        if value is not None and value != "":
+            values[name] = _READ[name](source, value, known_passes)
+    return Options(**values), given
+
+
+def _select(source: str, value: Any, _: tuple[str, ...]) -> str:
+    if value not in SELECT:
+        raise OptionError(f"{source}={value!r} is not one of {', '.join(SELECT)}")
+    return value
+
+
+def _strict(source: str, value: Any, _: tuple[str, ...]) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if text not in ("0", "1", "true", "false"):
+        raise OptionError(f"{source}={value!r} is not a bool; give True or False (1 or 0 in the environment)")
+    return text in ("1", "true")
+
+
+def _passes(source: str, value: Any, known: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else tuple(value)
+    for name in names:
+        if name not in known:
+            raise OptionError(f"{source} names {name!r}, which is no chain; the chains are {', '.join(known)}")
+    return names
+
+
+def _mode(source: str, value: Any, _: tuple[str, ...]) -> str | None:
+    if not isinstance(value, str):
+        raise OptionError(f"{source}={value!r} is not the name of an Inductor mode such as 'max-autotune'")
+    return None if value == "default" else value
+
+
+_READ: Mapping[str, Callable[[str, Any, tuple[str, ...]], Any]] = {"select": _select, "strict": _strict, "passes": _passes, "mode": _mode}

@@ -1,0 +1,128 @@
+"""What fxfuse did to a model and why: records of fused and declined chains, and the tables that show them."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from . import torch_private
+
+KEPT_REPORTS = 64
+TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A chain that was replaced.
+
+    shapes: "input -> convolution output -> result", each as [N, C, ...]; symbolic sizes by name.
+    choice: why this implementation was taken. location: file:line of the convolution in the user's code.
+    """
+
+    chain: str
+    op: str
+    nodes: tuple[str, ...]
+    shapes: str
+    choice: str
+    location: str
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A candidate that was left as it was: how far the match got, the node where it stopped, and a sentence to act on."""
+
+    chain: str
+    reached: str
+    node: str
+    reason: str
+    location: str
+
+
+@dataclass
+class Report:
+    """What happened in one compilation, or in all graphs of one `explain`.
+
+    graphs: number of FX graphs seen. stopped: why it did not go to the end (data that explain does not have, an exception); else None.
+    before, after: each graph as readable code before and after rewriting (the same text where nothing was fused); only kept by `explain`.
+    """
+
+    fused: list[Fused] = field(default_factory=list)
+    declined: list[Declined] = field(default_factory=list)
+    graphs: int = 0
+    stopped: str | None = None
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+
+    def extend(self, other: Report) -> None:
+        """Adds the records of another report to this one."""
+        self.fused += other.fused
+        self.declined += other.declined
+        self.graphs += other.graphs
+        self.before += other.before
+        self.after += other.after
+
+    def __str__(self) -> str:
+        from tabulate import tabulate
+
+        summary = f"{len(self.fused)} fused, {len(self.declined)} declined in {self.graphs} graph{'' if self.graphs == 1 else 's'}"
+        parts = [summary]
+        if self.fused:
+            rows = [(f.chain, f.op, f.shapes, _short(f.location), f.choice) for f in self.fused]
+            parts.append(_wrapped(tabulate, rows, ("fused chain", "op", "shapes", "where", "why"), (20, 20, 30, 30, 40)))
+        if self.declined:
+            rows = [(d.chain, d.reached, d.node, _short(d.location), d.reason) for d in self.declined]
+            parts.append(_wrapped(tabulate, rows, ("declined chain", "got to", "node", "where", "why"), (20, 12, 20, 30, 48)))
+        if self.stopped:
+            parts.append(f"stopped: {self.stopped}")
+        return "\n\n".join(parts)
+
+
+def _wrapped(tabulate: Callable[..., str], rows: Sequence[Sequence[str]], headers: Sequence[str], widths: Sequence[int]) -> str:
+    return tabulate(rows, headers=headers, tablefmt="simple_grid", maxcolwidths=list(widths))
+
+
+def _short(location: str) -> str:
+    """A location relative to the working directory where it lies below it."""
+    here = os.getcwd() + os.sep
+    return location.removeprefix(here)
+
+
+def location_of(node: fx.Node) -> str:
+    """`file:line` of the user's code that made the node; empty where the graph holds no stack trace."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    # torch.export traces through nn.Module.forward: the frame to show is the innermost one outside torch.
+    own = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames
+    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
+
+
+def text_of(shape: Sequence[int | torch.SymInt]) -> str:
+    """A shape for people: a symbolic size by its name, a compound expression by its example value."""
+    return "[" + ", ".join(_size(size) for size in shape) + "]"
+
+
+def _size(size: int | torch.SymInt) -> str:
+    text = str(size)
+    return text if text.isalnum() else f"~{torch_private.hint(size)}"
+
+
+_reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
+_lock = threading.Lock()
+
+
+def keep(report: Report) -> None:
+    """Files the report of a real compilation; the oldest of more than KEPT_REPORTS is dropped."""
+    with _lock:
+        _reports.append(report)
+
+
+def reports() -> list[Report]:
+    """Reports of the latest compilations through `backend="fxfuse"` in this process, oldest first, at most KEPT_REPORTS."""
+    with _lock:
+        return list(_reports)

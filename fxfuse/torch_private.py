@@ -1,0 +1,116 @@
+"""Every private torch API that fxfuse uses, in one place. Checked on torch 2.11.0 (CUDA 13.0) and 2.13.0 (CPU).
+
+Each function says why no public API serves. Nothing else in the package may reach into a torch module that starts with an underscore,
+apart from `torch._dynamo.utils.counters` and `torch._C._nn`, which are how torch itself spells these ops and counts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+
+# Raised where fake tensors cannot stand in for data.
+DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Any]:
+    """What `torch.compile(backend="inductor", mode=..., options=...)` would call, with Inductor's own checks of both.
+
+    `torch._inductor.compile_fx` alone would have to repeat how a mode becomes options and what CUDA graphs need in the environment.
+    Raises RuntimeError for an unknown mode or option.
+    """
+    return torch._TorchCompileInductorWrapper(mode, dict(options or {}), dynamic=None)
+
+
+def reset_inductor() -> None:
+    """Frees what CUDA graph trees hold; `torch._dynamo.reset()` asks each backend to do so."""
+    torch._TorchCompileInductorWrapper(None, None, dynamic=None).reset()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module runs more than its `forward`; nn.Module has no public way to ask."""
+    return any(getattr(module, name, None) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
+
+
+def hint(value: Any) -> int:
+    """The example value behind a size. Reading it installs no guard, unlike `int(size)`; an unbacked size counts as 1."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    return int(value.node.hint) if value.node.has_hint() else 1
+
+
+def known_true(condition: Any) -> bool:
+    """Whether a (symbolic) condition holds for every size the graph was compiled for; installs no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of the storage under a (fake) tensor: views share it. Fake storages have no data pointer to compare."""
+    return tensor.untyped_storage()._cdata
+
+
+def fake_mode_of(values: Any) -> FakeTensorMode:
+    """The FakeTensorMode that the tensors in `values` (nested tuples, lists, dicts) were made under; a new one if they are all real.
+
+    `detect_fake_mode` would prefer the mode that is active, which under `explain` is another one than the graph's.
+    """
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None) or new_fake_mode()
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A FakeTensorMode for static shapes that lets real tensors in (attributes that are neither parameters nor buffers)."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_of(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How `mode` turns a real tensor into a fake one with the same shape, strides, dtype, device and requires_grad."""
+    return mode.from_tensor
+
+
+def static_capture() -> AbstractContextManager[None]:
+    """Dynamo with sizes as given and no limit on recompilations: functions behind a graph break share their code with earlier captures."""
+    import torch._dynamo.config as config
+
+    return config.patch(automatic_dynamic_shapes=False, recompile_limit=2**30, accumulated_recompile_limit=2**30)
+
+
+def user_line(error: BaseException) -> str:
+    """"at file:line" of the innermost frame outside torch and fxfuse that led to `error`; empty if there is none."""
+    packages = tuple(os.path.dirname(os.path.abspath(module.__file__)) for module in (torch, sys.modules[__package__]))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not os.path.abspath(frame.filename).startswith(packages)]
+    return f"at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def readable(graph: fx.Graph) -> str:
+    """The graph as Python code with shapes and dtypes where they are known."""
+    return graph.python_code("self", verbose=True).src
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` stands for a plain tensor or parameter and not for another subclass (DTensor, a wrapper, functorch)."""
+    return type(tensor) in (FakeTensor, torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def annotate(graph_module: fx.GraphModule, example_inputs: tuple[Any, ...], fake_mode: Any) -> None:
+    """Fills `meta["val"]` of every node by running the graph on fake tensors; nothing is computed."""
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    FakeTensorProp(graph_module, fake_mode).propagate(*example_inputs)
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether `Tensor::suggest_memory_format()` (C++ only) says channels_last or channels_last_3d."""
+    from torch._prims_common import suggest_memory_format
+
+    return suggest_memory_format(tensor) in (torch.channels_last, torch.channels_last_3d)
