@@ -32,7 +32,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         report.extend(_explained(gm, options))
         return gm.forward
 
-    with torch_private.new_fake_mode() as mode:
+    model = torch_private.uncompiled(model)
+    with torch_private.new_fake_mode() as mode, torch_private.preserved(model):
         fake = torch_private.fake_of(mode)
         args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
         try:

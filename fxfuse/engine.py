@@ -18,6 +18,7 @@ from .options import Options
 from .report import Declined, Fused, Report, location_of, text_of
 from .replacement import rewritten
 from .safety import refusal
+from .values import attribute_of
 from .view import GraphView
 
 log = logging.getLogger("fxfuse")
@@ -48,6 +49,7 @@ def fuse(graph: fx.Graph, options: Options, unavailable: Availability = library.
     report = Report(graphs=1)
     view = GraphView(graph)
     plans = plan(view, options, unavailable, report)
+    decline_nested(graph, options, report)
     if options.strict and report.declined:
         raise NotFusedError("; ".join(f"{d.chain} at {d.location or d.node}: {d.reason}" for d in report.declined))
     if not plans:
@@ -70,6 +72,18 @@ def plan(view: GraphView, options: Options, unavailable: Availability, report: R
             else:
                 report.declined.append(decision)
     return sorted(plans, key=lambda p: view.order[p.match.anchor.node])
+
+
+def decline_nested(graph: fx.Graph, options: Options, report: Report) -> None:
+    """Declines the candidates in the bodies of higher-order ops (checkpoint, cond): only the graph itself is rewritten."""
+    bodies = (attribute_of(node) for node in graph.nodes if node.op == "get_attr")
+    for body in (body for body in bodies if isinstance(body, fx.GraphModule)):
+        view = GraphView(body.graph)
+        for chain in _chains_on(options):
+            for found in find(view, chain):
+                call, reached = (found.call, found.reached) if isinstance(found, Miss) else (found.anchor, list(found.calls)[-1])
+                report.declined.append(_declined(chain, reached, call.node, "it is in the body of a higher-order op (checkpoint, cond)"))
+        decline_nested(body.graph, options, report)
 
 
 def count(report: Report) -> None:

@@ -82,7 +82,7 @@ class Loader:
                 if isinstance(result, BuildError) or result.source != "buildable":
                     self._results[kind] = result
         if isinstance(result, BuildError):
-            raise result
+            raise result.with_traceback(None)
         return result
 
     def unavailable(self, device: str, build: bool = True) -> str | None:

@@ -46,7 +46,7 @@ def split(options: Mapping[str, Any] | None, known_passes: tuple[str, ...]) -> t
     Raises OptionError for an unknown `fxfuse.*` key or a value that the option does not take.
     """
     given = dict(options or {})
-    own = {key[len(PREFIX) :]: given.pop(key) for key in list(given) if key.startswith(PREFIX)}
+    own = {key[len(PREFIX) :]: given.pop(key) for key in list(given) if str(key).startswith(PREFIX)}
     names = [field.name for field in fields(Options)]
     for name in own:
         if name not in names:
@@ -79,6 +79,8 @@ def _strict(source: str, value: Any, _: tuple[str, ...]) -> bool:
 
 
 def _passes(source: str, value: Any, known: tuple[str, ...]) -> tuple[str, ...]:
+    if not isinstance(value, (str, list, tuple, set, frozenset)):
+        raise OptionError(f"{source}={value!r} is not a list of chains; the chains are {', '.join(known)}")
     names = tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else tuple(value)
     for name in names:
         if name not in known:

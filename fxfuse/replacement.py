@@ -12,9 +12,10 @@ from torch import fx
 from . import torch_private
 from .conditions import same_shape
 from .match import Match
-from .view import Call, ModuleParameter, value_of
+from .values import ModuleParameter, value_of
+from .view import Call
 
-# What debuggers, profilers and later passes read off a node; a replacement inherits it from the chain's last node.
+# What debuggers, profilers and later passes read off a node; a replacement inherits it from the node it stands for.
 INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node")
 
 
@@ -53,7 +54,7 @@ class Emitter:
         else:
             target = (torch.conv1d, torch.conv2d, torch.conv3d)[conv.dims - 1]
             geometry.append(conv.groups)
-        node = self._create("call_function", target, self._own((conv.input, conv.weight, None, *geometry)))
+        node = self._create("call_function", target, self._own((conv.input, conv.weight, None, *geometry)), like=self._copied[conv.node])
         # Same shape, dtype and layout with or without bias: no need to run it, and autocast has already had its say.
         self._annotate(node, conv.value)
         return node
@@ -82,10 +83,12 @@ class Emitter:
             return type(value)(self._own(item) for item in value)
         return self._copied.get(value, value) if isinstance(value, fx.Node) else value
 
-    def _create(self, kind: str, target: Any, args: Sequence[Any]) -> fx.Node:
+    def _create(self, kind: str, target: Any, args: Sequence[Any], like: fx.Node | None = None) -> fx.Node:
+        """A new node in front of the chain's last, with the provenance of `like` (the last node by default)."""
+        meta = (like or self._last).meta
         with self._graph.inserting_before(self._last):
             node = self._graph.create_node(kind, target, tuple(args))
-        node.meta = {key: copy.copy(self._last.meta[key]) for key in INHERITED if key in self._last.meta}
+        node.meta = {key: copy.copy(meta[key]) for key in INHERITED if key in meta}
         return node
 
     def _annotate(self, node: fx.Node, value: torch.Tensor) -> None:

@@ -6,7 +6,9 @@ sees the values in between, nothing writes to the inputs in between, and the sta
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -14,18 +16,18 @@ from torch import fx
 from . import torch_private
 from .match import Match, describe
 from .report import location_of
-from .view import GraphView, ModuleParameter, mutated, value_of
+from .values import ModuleParameter, attribute_of, name_of, value_of
+from .view import GraphView
+from .writes import written
 
 Refusal = tuple[fx.Node, str]
 
 DEVICES = ("cuda", "cpu")
-# Calls that change how later ops compute: moving an op across one changes its result.
-STATE_CHANGES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode", "set_default_dtype")
 
 
 def refusal(view: GraphView, match: Match) -> Refusal | None:
     """The first reason why replacing the match would not be safe, or None."""
-    checks = (unknown_values, outside_readers, foreign_writes, writes_between, state_changes, devices, gradients)
+    checks = (unknown_values, outside_readers, inner_operands, foreign_writes, writes_between, state_changes, devices, gradients)
     return next((found for check in checks for found in check(view, match)), None)
 
 
@@ -35,26 +37,26 @@ def external_inputs(match: Match) -> list[fx.Node | ModuleParameter]:
     found: dict[object, fx.Node | ModuleParameter] = {}
     for call in match.present:
         for argument in call.args.values():
-            tensor = isinstance(argument, ModuleParameter) or (
-                isinstance(argument, fx.Node) and argument not in inner and isinstance(value_of(argument), torch.Tensor)
-            )
-            if tensor:
+            node = isinstance(argument, fx.Node) and argument not in inner and not isinstance(value_of(argument), (int, float, torch.SymInt))
+            if node or isinstance(argument, ModuleParameter):
                 found.setdefault(argument, argument)
     return list(found.values())
 
 
 def unknown_values(view: GraphView, match: Match) -> Iterator[Refusal]:
     """Conditions need the shape and dtype of every value; subclasses (DTensor, quantised, sparse) are not what the kernels read."""
-    values = [(call.node, call.word, call.value) for call in match.present]
+    values = [(call.node, f"the result of {call.word}", call.value) for call in match.present]
     anchor = match.anchor.node
-    values += [(anchor, f"input {name_of(argument)}", value_of(argument)) for argument in external_inputs(match)]
+    values += [(anchor, name_of(argument), value_of(argument)) for argument in external_inputs(match)]
     for node, what, value in values:
-        if not isinstance(value, torch.Tensor):
+        if value is None:
             yield node, f"the graph holds no example value for {what}; pass example inputs so that shapes are known"
-        elif value.layout is not torch.strided or value.is_quantized:
-            yield node, f"{what} is a {value.layout if not value.is_quantized else 'quantized'} tensor; the kernels read dense strided tensors"
+        elif not isinstance(value, torch.Tensor):
+            continue
+        elif value.is_quantized or value.layout is not torch.strided:
+            yield node, f"{what} is a {'quantized' if value.is_quantized else value.layout} tensor; the kernels read dense strided tensors"
         elif not torch_private.is_plain(value):
-            yield node, f"{what} is a {type(value).__name__}; the kernels read plain tensors"
+            yield node, f"{what} is a {type(value).__name__} or under a torch.func transform; the kernels read plain tensors"
 
 
 def outside_readers(view: GraphView, match: Match) -> Iterator[Refusal]:
@@ -70,37 +72,47 @@ def outside_readers(view: GraphView, match: Match) -> Iterator[Refusal]:
                 yield node, f"the result of {call.word} is also used by {names}; only a chain whose inner values nobody else reads can be fused"
 
 
+def inner_operands(view: GraphView, match: Match) -> Iterator[Refusal]:
+    """The chain's own value may enter a step once, by the argument it flows in by (`y + y` reads it twice)."""
+    inner = match.nodes
+    for _, call in pairwise(match.present):
+        for name, argument in call.args.items():
+            if isinstance(argument, fx.Node) and argument in inner and name != call.by:
+                yield call.node, f"{call.word} takes the chain's own value as its {name} too"
+
+
 def foreign_writes(view: GraphView, match: Match) -> Iterator[Refusal]:
     """An in-place step may write to the chain's own value, not to its other operand (`w += y`)."""
     inner = match.nodes
     for call in match.present:
-        for target in mutated(call.node):
-            if target not in inner:
+        for target in written(call.node):
+            # A module's own buffers are its business; only what the chain reads matters, and writes_between sees to that.
+            if isinstance(target, fx.Node) and target not in inner:
                 yield call.node, f"the in-place {call.word} writes to {target.name}, which is not the convolution's result"
 
 
 def writes_between(view: GraphView, match: Match) -> Iterator[Refusal]:
     """The replacement reads its inputs at the end of the chain; a write to one of them (or a view of it) in between would be seen."""
-    first, last = view.order[match.anchor.node], view.order[match.last.result]
-    inputs = [argument for argument in external_inputs(match) if isinstance(argument, fx.Node)]
-    for writer, target in view.writes:
-        if not first < view.order[writer] < last or writer in match.nodes:
-            continue
-        for argument in inputs:
-            if _may_alias(target, argument):
-                yield writer, (
-                    f"{describe(view, writer)} writes to {argument.name} between the convolution and {match.last.word}"
-                    f"{_at(writer)}; move the write before or after the chain"
-                )
+    first, last = _span(view, match)
+    for argument in external_inputs(match):
+        writer = view.write_between(argument, first, last)
+        if writer is not None and writer not in match.nodes:
+            yield writer, (
+                f"{describe(view, writer)} may write to {name_of(argument)} between the convolution and {match.last.word}"
+                f"{_at(writer)}; move the write before or after the chain"
+            )
 
 
 def state_changes(view: GraphView, match: Match) -> Iterator[Refusal]:
-    """An autocast or grad-mode boundary inside the chain: its ops run under different rules."""
-    first, last = view.order[match.anchor.node], view.order[match.last.result]
-    for node in view.nodes[first + 1 : last]:
-        name = getattr(node.target, "__name__", "")
-        if name in STATE_CHANGES:
-            yield node, f"{name} changes how ops compute between the convolution and {match.last.word}{_at(node)}"
+    """An autocast, grad-mode or stream boundary inside the chain: its ops run under different rules. Under a torch.func transform the ops
+    would need batching and derivative rules that they do not have."""
+    first, last = _span(view, match)
+    index = bisect_right(view.state_changes, first)
+    if index < len(view.state_changes) and view.state_changes[index] < last:
+        node = view.nodes[view.state_changes[index]]
+        yield node, f"{describe(view, node)} changes how ops run between the convolution and {match.last.word}{_at(node)}"
+    if view.transform_depth[bisect_right(view.state_changes, first)]:
+        yield match.anchor.node, "the chain is inside a torch.func transform (vmap, grad, jvp), for which the fused ops have no rules"
 
 
 def devices(view: GraphView, match: Match) -> Iterator[Refusal]:
@@ -110,13 +122,16 @@ def devices(view: GraphView, match: Match) -> Iterator[Refusal]:
         yield match.anchor.node, f"the chain is on {device.type}; kernels exist for {' and '.join(DEVICES)}"
     for argument in external_inputs(match):
         value = value_of(argument)
-        if value.device != device and (value.dim() > 0 or value.device.type != "cpu"):
+        if isinstance(value, torch.Tensor) and value.device != device and (value.dim() > 0 or value.device.type != "cpu"):
             yield match.anchor.node, f"{name_of(argument)} is on {value.device}, the convolution on {device}"
 
 
 def gradients(view: GraphView, match: Match) -> Iterator[Refusal]:
     """The ops have no backward; in a training graph they would cut the gradient with no more than a warning."""
-    if any(call.value.requires_grad for call in match.present):
+    needed = any(call.value.requires_grad for call in match.present)
+    # The values in an export graph are detached: there the parameters themselves must say it.
+    needed = needed or (torch.is_grad_enabled() and any(_is_trained(argument) for argument in external_inputs(match)))
+    if needed:
         yield (
             match.anchor.node,
             "the result needs a gradient and the fused ops have none: call the model under torch.no_grad() or torch.inference_mode() "
@@ -124,18 +139,13 @@ def gradients(view: GraphView, match: Match) -> Iterator[Refusal]:
         )
 
 
-def name_of(argument: fx.Node | ModuleParameter) -> str:
-    """How a sentence names an input of the chain."""
-    return argument.name if isinstance(argument, fx.Node) else argument.path
+def _is_trained(argument: fx.Node | ModuleParameter) -> bool:
+    real = argument.value if isinstance(argument, ModuleParameter) else attribute_of(argument) if argument.op == "get_attr" else None
+    return isinstance(real, torch.Tensor) and real.requires_grad
 
 
-def _may_alias(left: fx.Node, right: fx.Node) -> bool:
-    if left is right:
-        return True
-    values = value_of(left), value_of(right)
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return True
-    return torch_private.storage_of(values[0]) == torch_private.storage_of(values[1])
+def _span(view: GraphView, match: Match) -> tuple[int, int]:
+    return view.order[match.anchor.node], view.order[match.last.result]
 
 
 def _at(node: fx.Node) -> str:

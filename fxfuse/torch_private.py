@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -54,9 +54,17 @@ def known_true(condition: Any) -> bool:
     return statically_known_true(condition)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of the storage under a (fake) tensor: views share it. Fake storages have no data pointer to compare."""
-    return tensor.untyped_storage()._cdata
+def storage_of(tensor: Any) -> int | None:
+    """Identity of the storage under a (fake) tensor, which its views share; None where there is none (sparse tensors, no tensor).
+
+    Fake storages have no data pointer to compare.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def fake_mode_of(values: Any) -> FakeTensorMode:
@@ -76,6 +84,33 @@ def new_fake_mode() -> FakeTensorMode:
 def fake_of(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
     """How `mode` turns a real tensor into a fake one with the same shape, strides, dtype, device and requires_grad."""
     return mode.from_tensor
+
+
+def uncompiled(model: Any) -> Any:
+    """What `torch.compile` wrapped, if it did: running compiled code on fake tensors would read their memory."""
+    model = getattr(model, "_orig_mod", model)
+    return getattr(model, "_torchdynamo_orig_callable", model)
+
+
+@contextmanager
+def preserved(model: Any) -> Iterator[None]:
+    """Within it, no part of the model runs compiled code; behind it, every module has the attributes it had before.
+
+    A forward that assigns (`self.cache = ...`) would leave fake tensors in the user's model.
+    """
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    saved = [(vars(module), dict(vars(module))) for module in modules]
+    tables = [table for module in modules for table in (module._parameters, module._buffers, module._modules)]
+    saved += [(table, dict(table)) for table in tables]
+    try:
+        for module in modules:
+            module._modules.update({name: uncompiled(child) for name, child in module._modules.items()})
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for current, before in saved:
+            current.clear()
+            current.update(before)
 
 
 def static_capture() -> AbstractContextManager[None]:
@@ -98,7 +133,9 @@ def readable(graph: fx.Graph) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` stands for a plain tensor or parameter and not for another subclass (DTensor, a wrapper, functorch)."""
+    """Whether `tensor` stands for a plain tensor or parameter, not for another subclass (DTensor) or a functorch wrapper."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
     return type(tensor) in (FakeTensor, torch.Tensor, nn.Parameter, nn.Buffer)
 
 

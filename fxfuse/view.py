@@ -1,4 +1,4 @@
-"""The canonical view of an FX graph: which nodes are words of the vocabulary, and who reads which value.
+"""The canonical view of an FX graph: which nodes are words of the vocabulary, who reads which value, and who writes where.
 
 A Dynamo graph is not functional: after `y.add_(w)` every later read of `y` sees the sum. The view follows such links, so that a value is
 named by the node that wrote it last, and a chain can be walked from value to reader whatever the spelling.
@@ -7,30 +7,24 @@ named by the node that wrote it last, and a chain can be walked from value to re
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from . import torch_private, vocabulary
-
-GETITEM = operator.getitem
-IN_PLACE_OPERATORS = {
-    getattr(operator, f"i{name}") for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift concat".split()
-}
-# Functionals that take `inplace` by position as well as by name.
-INPLACE_FUNCTIONALS = {"relu", "relu6", "dropout", "hardtanh", "leaky_relu", "elu", "celu", "selu", "silu", "mish", "threshold", "hardswish"}
+from .values import ModuleParameter, attribute_of, value_of
+from .writes import written
 
 
-@dataclass(frozen=True)
-class ModuleParameter:
-    """A parameter of a `call_module` node: it becomes a `get_attr` node only if the match is rewritten."""
-
-    path: str
-    value: torch.Tensor
+STATE_CHANGES = frozenset(
+    "_enter_autocast _exit_autocast _set_grad_enabled _enter_inference_mode _exit_inference_mode set_default_dtype set_stream "
+    "_exchange_device _maybe_exchange_device set_device".split()
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +42,9 @@ class Call:
     by: str = ""
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.args[name]
-        except KeyError:
-            raise AttributeError(f"{self.word} has no argument {name}; it has {', '.join(self.args)}") from None
+        if name.startswith("__") or name not in self.args:
+            raise AttributeError(f"{self.word} has no argument {name}; it has {', '.join(self.args)}")
+        return self.args[name]
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -68,15 +61,6 @@ class Call:
         return value_of(argument) if isinstance(argument, (fx.Node, ModuleParameter)) else None
 
 
-def value_of(argument: Any) -> Any:
-    """The example value of a node: a fake tensor, a SymInt or a number; None where the graph holds none."""
-    if isinstance(argument, ModuleParameter):
-        return argument.value
-    if not isinstance(argument, fx.Node):
-        return argument
-    return argument.meta.get("example_value", argument.meta.get("val"))
-
-
 def read(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
     """The word that `node` spells and its arguments, or None."""
     if node.op == "call_module":
@@ -86,75 +70,39 @@ def read(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
         spelling = vocabulary.functions().get(node.target)
     elif node.op == "call_method":
         spelling = vocabulary.methods().get(node.target)
-    if spelling is None or "out" in node.kwargs:
-        return None
-    args = vocabulary.bind(spelling.schema, node.args, node.kwargs)
-    return None if args is None else (spelling.word, spelling.adapt(args))
+    return None if spelling is None else spelling.read(node.args, node.kwargs)
 
 
 def _read_module(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
     module = node.graph.owning_module.get_submodule(node.target)
     row = vocabulary.MODULES.get(type(module))
-    plain = row is not None and getattr(module, "padding_mode", "zeros") == "zeros" and not torch_private.has_hooks(module)
-    if not plain or len(node.args) != 1 or node.kwargs:
+    if row is None or getattr(module, "padding_mode", "zeros") != "zeros" or torch_private.has_hooks(module):
         return None
     function, names = row
     given = {name: getattr(module, name) for name in names}
     given = {n: ModuleParameter(f"{node.target}.{n}", v) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
-    spelling = vocabulary.functions()[function]
-    args = vocabulary.bind(spelling.schema, node.args, given)
-    return None if args is None else (spelling.word, spelling.adapt(args))
-
-
-def mutated(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose tensors `node` writes to: in-place methods, operators and functions, `out=`, `inplace=True`, writing aten schemas."""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return []
-    first = [a for a in node.args[:1] if isinstance(a, fx.Node)]
-    out = node.kwargs.get("out")
-    written = list(out) if isinstance(out, (tuple, list)) else [out]
-    if _writes_first(node):
-        written += first
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema.arguments
-        given = {**dict(zip((a.name for a in schema), node.args)), **node.kwargs}
-        written += [given.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write]
-    elif isinstance(node.target, torch._ops.HigherOrderOperator) and "mutation" in str(node.target):
-        written += node.all_input_nodes
-    return [a for a in written if isinstance(a, fx.Node)]
-
-
-def _writes_first(node: fx.Node) -> bool:
-    if node.kwargs.get("inplace"):
-        return True
-    if node.op == "call_module":
-        return bool(getattr(node.graph.owning_module.get_submodule(node.target), "inplace", False))
-    if node.op == "call_method":
-        name = node.target
-        dunder = name.startswith("__")
-        return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__") or (name.endswith("_") and not dunder)
-    if node.target is operator.setitem or node.target in IN_PLACE_OPERATORS:
-        return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return False
-    name = getattr(node.target, "__name__", "")
-    return (name.endswith("_") and not name.startswith("_")) or (name in INPLACE_FUNCTIONALS and True in node.args[1:])
+    return vocabulary.functions()[function].read(node.args, {**given, **node.kwargs})
 
 
 class GraphView:
-    """Words, order and readers of one graph; built in one pass, linear in its size.
+    """Words, order, readers and writes of one graph; built in one pass, linear in its size.
 
     calls: the word a node spells, by the node that reads its arguments.
     readers: the nodes that read a value, by the node that wrote it last, in graph order.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
         self.nodes = list(graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.calls: dict[fx.Node, Call] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        self.writes: list[tuple[fx.Node, fx.Node]] = []
+        # Positions of writes by storage; under None those whose storage is not known, which may be any.
+        self._writes: dict[int | None, list[int]] = defaultdict(list)
+        # A parameter is a fake tensor where a get_attr node reads it and the real one where a module holds it.
+        self._real_storage: dict[int, int] = {}
+        # Positions of nodes that change how later ops run, and how many torch.func transforms are open before the first and behind each.
+        self.state_changes: list[int] = []
+        self.transform_depth: list[int] = [0]
         self._object: dict[fx.Node, fx.Node] = {}
         self._latest: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
@@ -164,37 +112,69 @@ class GraphView:
         """Every call of `word`, in graph order."""
         return (call for call in self.calls.values() if call.word == word)
 
-    def _visit(self, node: fx.Node) -> None:
-        spelled = read(node)
-        for source in node.all_input_nodes:
-            self.readers[self._current(source)].append(node)
-        if spelled is not None:
-            self.calls[node] = Call(spelled[0], node, _result(node), spelled[1])
-        for target in mutated(node):
-            self.writes.append((node, target))
-            if spelled is not None and node.args and node.args[0] is target:
-                owner = self._object.get(target, target)
-                self._object[node] = owner
-                self._latest[owner] = node
-
-    def _current(self, node: fx.Node) -> fx.Node:
-        owner = self._object.get(node, node)
-        return self._latest.get(owner, node)
-
     def flows(self, value: fx.Node, reader: fx.Node) -> Call | None:
         """`reader` as a word into which `value` flows, with `by` set to the argument it flows in by; None for any other reader."""
         call = self.calls.get(reader)
         if call is None:
             return None
-        for name in vocabulary.through(call.word):
-            argument = call.args.get(name)
-            if isinstance(argument, fx.Node) and (argument is value or self._object.get(argument, argument) is self._object.get(value, value)):
-                return Call(call.word, call.node, call.result, call.args, by=name)
+        owner = self._object.get(value, value)
+        arguments = ((name, call.args.get(name)) for name in vocabulary.through(call.word))
+        by = next((name for name, given in arguments if isinstance(given, fx.Node) and self._object.get(given, given) is owner), None)
+        return None if by is None else replace(call, by=by)
+
+    def write_between(self, argument: fx.Node | ModuleParameter, first: int, last: int) -> fx.Node | None:
+        """A node strictly between two positions that writes, or may write, to the argument's storage."""
+        for storage in (self.storage_of(argument), None):
+            positions = self._writes.get(storage, [])
+            index = bisect_right(positions, first)
+            if index < len(positions) and positions[index] < last:
+                return self.nodes[positions[index]]
         return None
+
+    def storage_of(self, argument: fx.Node | ModuleParameter) -> int | None:
+        """Identity of the storage under an argument; None where it has none or it is not known."""
+        storage = torch_private.storage_of(value_of(argument))
+        return self._real_storage.get(storage, storage)
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            self._note_parameter(node)
+        if changes_state(node):
+            self.state_changes.append(self.order[node])
+            self.transform_depth.append(self.transform_depth[-1] + _transform_step(node))
+        for source in node.all_input_nodes:
+            owner = self._object.get(source, source)
+            self.readers[self._latest.get(owner, source)].append(node)
+        spelled = read(node)
+        if spelled is not None:
+            self.calls[node] = Call(spelled[0], node, _result(node), spelled[1])
+        for target in written(node):
+            self._writes[self.storage_of(target)].append(self.order[node])
+            if spelled is not None and node.args and node.args[0] is target:
+                self._object[node] = self._object.get(target, target)
+                self._latest[self._object[node]] = node
+
+    def _note_parameter(self, node: fx.Node) -> None:
+        fake, real = (torch_private.storage_of(value) for value in (value_of(node), attribute_of(node)))
+        if fake is not None and real is not None:
+            self._real_storage[fake] = real
+
+
+def changes_state(node: fx.Node) -> bool:
+    """Whether a node changes how later ops run: autocast, grad mode, default dtype, streams, devices, torch.func transforms."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace == "streams"
+    name = getattr(node.target, "__name__", "")
+    return name in STATE_CHANGES or bool(_transform_step(node))
+
+
+def _transform_step(node: fx.Node) -> int:
+    name = getattr(node.target, "__name__", "")
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 def _result(node: fx.Node) -> fx.Node:
     if node.target not in (torch.ops.aten.native_layer_norm.default, torch.native_layer_norm):
         return node
-    firsts = [user for user in node.users if user.target is GETITEM and user.args[1] == 0]
+    firsts = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
     return firsts[0] if firsts else node

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .values import value_of
+
 Args = dict[str, Any]
 aten = torch.ops.aten
 
@@ -28,6 +30,11 @@ class Spelling:
     word: str
     schema: torch._C.FunctionSchema
     adapt: Callable[[Args], Args]
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Args] | None:
+        """The word and its arguments, or None where the call does not fit the schema (an `out=` form, say)."""
+        bound = bind(self.schema, args, kwargs)
+        return None if bound is None else (self.word, self.adapt(bound))
 
 
 # By which arguments a value can flow through a word; the first one for every word not listed.
@@ -56,7 +63,9 @@ def _conv(args: Args, *, dims: int, transposed: bool = False) -> Args:
 
 
 def _convolution(args: Args) -> Args:
-    return _conv(args, dims=len(args["stride"]))
+    """Its lists may have one entry for all dimensions, so the number of dimensions is the weight's to say."""
+    weight = value_of(args["weight"])
+    return _conv(args, dims=weight.dim() - 2 if isinstance(weight, torch.Tensor) else len(args["stride"]))
 
 
 def _sub(args: Args) -> Args:
@@ -98,7 +107,9 @@ def functions() -> Mapping[Any, Spelling]:
     table: dict[Any, Spelling] = {}
 
     def row(word: str, overload: Any, adapt: Callable[[Args], Args], *targets: Any) -> None:
-        table.update({target: Spelling(word, overload._schema, adapt) for target in (overload, *targets)})
+        spelling = Spelling(word, overload._schema, adapt)
+        table.update({target: spelling for target in (overload, *targets)})
+        table.setdefault(overload.overloadpacket, spelling)
 
     for dims in (1, 2, 3):
         forward, backward = functools.partial(_conv, dims=dims), functools.partial(_conv, dims=dims, transposed=True)
@@ -125,6 +136,7 @@ def functions() -> Mapping[Any, Spelling]:
     row("layer_norm", aten.native_layer_norm.default, _layer_norm, torch.native_layer_norm)
     row("avg_pool3d", aten.avg_pool3d.default, _avg_pool3d, F.avg_pool3d)
     row("gelu", aten.gelu.default, _same, F.gelu)
+    row("gelu", aten.gelu_.default, _same, torch._C._nn.gelu_)
     row("mean", aten.mean.dim, _mean, torch.mean)
     row("mean", aten.mean.default, _mean)
     return table
@@ -167,14 +179,14 @@ MODULES: Mapping[type[nn.Module], tuple[Callable[..., Any], tuple[str, ...]]] = 
 def bind(schema: torch._C.FunctionSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Args | None:
     """Arguments by the schema's names with its defaults filled in, or None where the call does not fit the schema.
 
-    Functional and torch-level spellings call the first argument `input`, aten calls it `self`; `axis` is numpy's word for `dim`.
+    Functional and torch-level spellings call the first argument `input`, aten calls it `self`; `axis` and `keepdims` are numpy's words.
     """
     names = [argument.name for argument in schema.arguments]
     if len(args) > len(names):
         return None
     bound = dict(zip(names, args))
     for name, value in kwargs.items():
-        name = {"input": "self", "axis": "dim"}.get(name, name) if name not in names else name
+        name = {"input": "self", "axis": "dim", "keepdims": "keepdim"}.get(name, name) if name not in names else name
         if name not in names or name in bound:
             return None
         bound[name] = value

@@ -17,7 +17,8 @@ from fxfuse.choose import Cost
 from fxfuse.conditions import kernel_dtypes, number_of_bytes, parameter_dtype
 from fxfuse.ops import define
 from fxfuse.replacement import Emitter
-from fxfuse.view import Call, value_of
+from fxfuse.values import value_of
+from fxfuse.view import Call
 
 POOLS = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 

@@ -17,7 +17,8 @@ from fxfuse.choose import Cost
 from fxfuse.conditions import kernel_dtypes, number_of_bytes, parameter_dtype, same_shape
 from fxfuse.ops import define
 from fxfuse.replacement import Emitter
-from fxfuse.view import Call, value_of
+from fxfuse.values import value_of
+from fxfuse.view import Call
 
 
 def norm_pool_gelu_fake(
