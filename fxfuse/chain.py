@@ -15,14 +15,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .choose import Cost
 
 if TYPE_CHECKING:
     from torch import fx
-
-    from .replacement import Emitter
 
 Condition = tuple[bool, str]
 

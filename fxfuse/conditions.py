@@ -20,9 +20,10 @@ def kernel_dtypes(*calls: Call | None) -> Iterator[Condition]:
     present = [call for call in calls if call is not None]
     first = present[0].value.dtype
     yield first in KERNEL_DTYPES, f"the convolution's result is {first}; the kernels take {', '.join(map(str, KERNEL_DTYPES))}"
+    returned = " or ".join(dict.fromkeys((str(first), "torch.float32")))
     for call in present[1:]:
         dtype = call.value.dtype
-        yield dtype in (first, torch.float32), f"{call.word} turns {first} into {dtype}; the kernels return {first} or torch.float32"
+        yield dtype in (first, torch.float32), f"{call.word} turns {first} into {dtype}; the kernels return {returned}"
     last = present[-1].value.dtype
     raised = next((call for call in present if call.value.dtype == torch.float32), None)
     yield raised is None or last == torch.float32, f"the chain is {first}, torch.float32 at {raised and raised.word}, and {last} at its end"

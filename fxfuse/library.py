@@ -61,8 +61,8 @@ class Loader:
         self._env, self._package, self._declare = env, package, declare or _declare_ops
         self._lock = threading.Lock()
         self._results: dict[str, Library | BuildError] = {}
-        # A thread of the parent may hold the lock at a fork; in the child nobody would release it.
-        os.register_at_fork(after_in_child=self._renew_lock)
+        if hasattr(os, "register_at_fork"):  # another thread may hold the lock at a fork, and nobody would release it in the child
+            os.register_at_fork(after_in_child=self._renew_lock)
 
     def _renew_lock(self) -> None:
         self._lock = threading.Lock()

@@ -77,7 +77,7 @@ def recipe(
 
     Raises BuildError if a compiler is missing.
     """
-    csrc, torch = csrc or beside("csrc"), torch or installed_torch()
+    csrc, torch = (csrc or beside("csrc")).absolute(), torch or installed_torch()  # ninja runs elsewhere
     if sys.platform != "linux":
         raise BuildError(f"the kernels are built on Linux only and this is {sys.platform}", "run on Linux")
     cxx = find_cxx(env)

@@ -57,6 +57,9 @@ def unknown_values(view: GraphView, match: Match) -> Iterator[Refusal]:
             yield node, f"{what} is a {'quantized' if value.is_quantized else value.layout} tensor; the kernels read dense strided tensors"
         elif not torch_private.is_plain(value):
             yield node, f"{what} is a {type(value).__name__} or under a torch.func transform; the kernels read plain tensors"
+    # The example value of such a tensor is what it is reshaped to, not what the chain sees.
+    for node in [node for node in (*match.nodes, *external_inputs(match)) if node in view.reshaped]:
+        yield anchor, f"{describe(view, view.reshaped[node])} changes the shape of {node.name} in place; use the form without underscore"
 
 
 def outside_readers(view: GraphView, match: Match) -> Iterator[Refusal]:

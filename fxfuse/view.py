@@ -18,7 +18,7 @@ from torch import fx
 
 from . import torch_private, vocabulary
 from .values import ModuleParameter, attribute_of, value_of
-from .writes import written
+from .writes import reshapes, written
 
 
 STATE_CHANGES = frozenset(
@@ -100,6 +100,8 @@ class GraphView:
         self._writes: dict[int | None, list[int]] = defaultdict(list)
         # A parameter is a fake tensor where a get_attr node reads it and the real one where a module holds it.
         self._real_storage: dict[int, int] = {}
+        # The node that reshapes a tensor in place, by the tensor's node.
+        self.reshaped: dict[fx.Node, fx.Node] = {}
         # Positions of nodes that change how later ops run, and how many torch.func transforms are open before the first and behind each.
         self.state_changes: list[int] = []
         self.transform_depth: list[int] = [0]
@@ -148,6 +150,8 @@ class GraphView:
         spelled = read(node)
         if spelled is not None:
             self.calls[node] = Call(spelled[0], node, _result(node), spelled[1])
+        if reshapes(node) and isinstance(node.args[0], fx.Node):
+            self.reshaped[node.args[0]] = node
         for target in written(node):
             self._writes[self.storage_of(target)].append(self.order[node])
             if spelled is not None and node.args and node.args[0] is target:

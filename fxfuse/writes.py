@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,35 +18,38 @@ IN_PLACE_OPERATORS = {
     operator.setitem,
     *(getattr(operator, f"i{name}") for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift concat".split()),
 }
-# Functions that write to arguments other than the first, in training mode or on request: argument positions and names.
-SIDE_WRITES = {
-    F.batch_norm: {1: "running_mean", 2: "running_var"},
-    F.instance_norm: {1: "running_mean", 2: "running_var"},
-    torch.batch_norm: {3: "running_mean", 4: "running_var"},
-    torch.instance_norm: {3: "running_mean", 4: "running_var"},
-    torch.native_batch_norm: {3: "running_mean", 4: "running_var"},
-    F.embedding: {1: "weight"},
-    F.embedding_bag: {1: "weight"},
-}
+# Batch and instance norms update these in training, though their schemas do not say so.
+UPDATED_ARGUMENTS = {"running_mean", "running_var"}
+# With max_norm, looking up rows of an embedding rescales them.
+RENORMALISED = (F.embedding, F.embedding_bag)
+# In-place methods that change a tensor's shape, strides or storage: its example value is no longer what earlier readers saw.
+RESHAPES = frozenset("resize_ resize_as_ set_ squeeze_ unsqueeze_ transpose_ t_ swapaxes_ swapdims_ as_strided_ swap_axes_".split())
 
 
 def written(node: fx.Node) -> list[fx.Node | ModuleParameter]:
-    """The tensors that `node` writes to: through in-place methods, operators and functions, `out=`, `inplace=True`, aten schemas, modules'
-    buffers. A higher-order op may write to every tensor that it is given."""
+    """The tensors that `node` writes to: through in-place methods, operators and functions, `out=`, `inplace=True`, schemas that say so,
+    modules' buffers. A higher-order op may write to every tensor that it is given."""
     if node.op not in ("call_function", "call_method", "call_module"):
         return []
-    found = [_flat(node.kwargs.get("out"))]
+    found = _flat(node.kwargs.get("out"))
     if node.op == "call_module":
-        found += [_module_writes(node)]
+        found += _module_writes(node)
     elif node.op == "call_method":
-        found += [_flat(node.args[:1]) if _in_place_name(node.target) else []]
-    elif isinstance(node.target, torch._ops.OpOverload):
-        found += [_flat(value) for value in _schema_writes(node)]
+        found += _flat(node.args[:1]) if _in_place_name(node.target) else []
     elif isinstance(node.target, torch._ops.HigherOrderOperator):
-        found += [node.all_input_nodes]
+        found += node.all_input_nodes
     else:
-        found += [_flat(value) for value in _function_writes(node)]
-    return [target for targets in found for target in targets if _is_tensor(target)]
+        found += _flat(list(_function_writes(node)))
+    return [target for target in dict.fromkeys(found) if _is_tensor(target)]
+
+
+def reshapes(node: fx.Node) -> bool:
+    """Whether the node changes the shape, strides or storage of its first argument in place."""
+    return _name(node.target).split(".")[0] in RESHAPES
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def _is_tensor(target: fx.Node | ModuleParameter) -> bool:
@@ -55,8 +58,8 @@ def _is_tensor(target: fx.Node | ModuleParameter) -> bool:
     return isinstance(value, torch.Tensor) or (value is None and target.op != "get_attr")
 
 
-def _flat(value: Any) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
+def _flat(value: Any) -> list[fx.Node | ModuleParameter]:
+    nodes: list[fx.Node | ModuleParameter] = []
     fx.map_arg(value, nodes.append)
     return nodes
 
@@ -68,39 +71,46 @@ def _in_place_name(name: str) -> bool:
     return name.endswith("_")
 
 
-def _function_writes(node: fx.Node) -> Iterator[Any]:
-    target = node.target
-    in_place = target in IN_PLACE_OPERATORS or _in_place_name(getattr(target, "__name__", "")) or node.kwargs.get("inplace")
-    if in_place or _inplace_by_position(node):
-        yield node.args[:1] or node.kwargs.get("input")
-    for position, name in SIDE_WRITES.get(target, {}).items():
-        yield node.args[position] if position < len(node.args) else node.kwargs.get(name)
-
-
-def _inplace_by_position(node: fx.Node) -> bool:
-    position = _inplace_position(node.target)
-    return position is not None and position < len(node.args) and node.args[position] is not False
-
-
-@cache
-def _inplace_position(target: Any) -> int | None:
-    """Where a function takes `inplace`, as most of torch.nn.functional's activations and dropouts do."""
-    try:
-        names = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # builtins have no signature, and none of them takes `inplace`
-        return None
-    return names.index("inplace") if "inplace" in names else None
-
-
-def _schema_writes(node: fx.Node) -> Iterator[Any]:
-    arguments = node.target._schema.arguments
-    given = {**dict(zip((argument.name for argument in arguments), node.args)), **node.kwargs}
-    for argument in arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield given.get(argument.name)
-
-
 def _module_writes(node: fx.Node) -> list[fx.Node | ModuleParameter]:
     module = node.graph.owning_module.get_submodule(node.target)
     buffers = [ModuleParameter(f"{node.target}.{name}", buffer) for name, buffer in module.named_buffers()]
     return [*(_flat(node.args[:1]) if getattr(module, "inplace", False) else []), *buffers]
+
+
+def _function_writes(node: fx.Node) -> Iterator[Any]:
+    target = node.target
+    if target in IN_PLACE_OPERATORS or _in_place_name(_name(target)):
+        yield node.args[:1] or node.kwargs.get("input")
+    for names, marked in _signatures(target):
+        given = {**dict(zip(names, node.args)), **node.kwargs}
+        if given.get("inplace", False) is not False:
+            yield node.args[:1] or node.kwargs.get("input")
+        yield [given.get(name) for name in marked]
+    if target in RENORMALISED:
+        yield node.args[1:2] or node.kwargs.get("weight")
+
+
+@cache
+def _signatures(target: Any) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
+    """Names of a target's positional arguments, and of those it writes to; several pairs for a packet of overloads."""
+    try:
+        schemas = [target._schema] if isinstance(target, torch._ops.OpOverload) else _overload_schemas(target)
+        if schemas:
+            return [([a.name for a in schema.arguments if not a.kwarg_only], _marked(schema)) for schema in schemas]
+        names = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):  # a builtin that is no aten op has no signature
+        return ()
+    return [(names, [name for name in names if name in UPDATED_ARGUMENTS])]
+
+
+def _overload_schemas(target: Any) -> list[torch._C.FunctionSchema]:
+    """Schemas of a packet (`torch.ops.my.op`) or of the aten op that a torch builtin (`torch.batch_norm`) stands for."""
+    packet = target
+    if not isinstance(target, torch._ops.OpOverloadPacket):
+        packet = getattr(torch.ops.aten, _name(target), None) if inspect.isbuiltin(target) else None
+    return [getattr(packet, name)._schema for name in packet.overloads()] if packet is not None else []
+
+
+def _marked(schema: torch._C.FunctionSchema) -> list[str]:
+    writes: Mapping[str, bool] = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
+    return [name for name, is_written in writes.items() if is_written or name in UPDATED_ARGUMENTS]

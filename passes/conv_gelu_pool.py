@@ -44,7 +44,9 @@ def gelu_pool_fake(
     shape = POOLS[dims - 1](input.new_empty(input.shape), size).shape
     if not keepdim:
         return input.new_empty(shape[:-dims], dtype=dtype)
-    channels_last = input.dim() == dims + 2 and dims > 1 and torch_private.is_channels_last(input)
+    # gelu makes strides that are both contiguous and channels_last contiguous; adaptive_avg_pool3d keeps channels_last_3d only for size 1.
+    channels_last = input.dim() == dims + 2 and dims > 1 and torch_private.is_channels_last(input) and not input.is_contiguous()
+    channels_last = channels_last and (dims == 2 or all(n == 1 for n in size))
     memory_format = {2: torch.channels_last, 3: torch.channels_last_3d}[dims] if channels_last else torch.contiguous_format
     return torch.empty(shape, dtype=dtype, device=input.device, memory_format=memory_format)
 

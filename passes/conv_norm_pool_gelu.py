@@ -60,9 +60,10 @@ norm_pool_gelu = define(
 
 def requires(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Iterator[Condition]:
     """What the chain must be for any implementation."""
-    yield from kernel_dtypes(conv, add, norm, pool, gelu)
+    yield from kernel_dtypes(conv)
     if add is not None:
         yield from addend_conditions(conv, add)
+    yield from kernel_dtypes(conv, add, norm, pool, gelu)
     dtype = conv.value.dtype
     for name in ("weight", "bias"):
         yield from parameter_dtype(f"layer_norm's {name}", norm.tensor(name), dtype)
