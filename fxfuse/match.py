@@ -77,9 +77,15 @@ def _next(view: GraphView, current: Call, step: Step) -> Call | None:
 
 
 def _stopped(view: GraphView, current: Call, step: Step) -> str:
-    readers = view.readers[current.result]
-    followers = ", ".join(dict.fromkeys(describe(view, reader) for reader in readers)) or "nothing"
+    followers = listed([describe(view, reader) for reader in view.readers[current.result]])
     return f"{current.word} is followed by {followers}; the chain goes on with {' or '.join(step.words)}"
+
+
+def listed(names: list[str], shown: int = 3) -> str:
+    """Names for a sentence, each once: the first few and how many more."""
+    names = list(dict.fromkeys(names)) or ["nothing"]
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def describe(view: GraphView, node: fx.Node) -> str:

@@ -99,6 +99,9 @@ def rewritten(graph: fx.Graph, replacements: Sequence[tuple[Match, Callable[...,
     """A copy of `graph` with each match replaced by what its `replace(emit, **calls)` emits. The original is not touched."""
     duplicate = copy.deepcopy(graph)
     copied = dict(zip(graph.nodes, duplicate.nodes, strict=True))
+    for old, new in copied.items():
+        # Dynamo marks placeholders with attributes of its own (`_dynamo_source`), which AOTAutograd asks for and a copy lacks.
+        vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
     for match, replace in replacements:
         emit = Emitter(duplicate, copied, match)
         result = replace(emit, **match.calls)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .match import Match, describe
+from .match import Match, describe, listed
 from .report import location_of
 from .values import ModuleParameter, attribute_of, name_of, value_of
 from .view import GraphView
@@ -71,7 +71,7 @@ def outside_readers(view: GraphView, match: Match) -> Iterator[Refusal]:
                 continue
             others = [reader for reader in dict.fromkeys([*node.users, *view.readers[node]]) if reader not in inner]
             if others:
-                names = ", ".join(f"{describe(view, reader)} ({reader.name})" for reader in others[:3])
+                names = listed([f"{describe(view, reader)} ({reader.name})" for reader in others])
                 yield node, f"the result of {call.word} is also used by {names}; only a chain whose inner values nobody else reads can be fused"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -93,24 +93,31 @@ def _function_writes(node: fx.Node) -> Iterator[Any]:
 @cache
 def _signatures(target: Any) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
     """Names of a target's positional arguments, and of those it writes to; several pairs for a packet of overloads."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [_by_schema(target._schema)]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [_by_schema(schema) for schema in _schemas(target)]
+    if inspect.isbuiltin(target):
+        # A torch builtin has no signature: the aten op of its name knows the order of arguments. What it writes to, its own name and
+        # `out` have said already, and TorchScript's list functions share names with some (`aten::sort` of a list).
+        packet = getattr(torch.ops.aten, _name(target), None)
+        by_schema = [_by_schema(schema) for schema in _schemas(packet)] if packet is not None else []
+        return [(names, _updated(marked)) for names, marked in by_schema]
     try:
-        schemas = [target._schema] if isinstance(target, torch._ops.OpOverload) else _overload_schemas(target)
-        if schemas:
-            return [([a.name for a in schema.arguments if not a.kwarg_only], _marked(schema)) for schema in schemas]
         names = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # a builtin that is no aten op has no signature
+    except (TypeError, ValueError):
         return ()
-    return [(names, [name for name in names if name in UPDATED_ARGUMENTS])]
+    return [(names, _updated(names))]
 
 
-def _overload_schemas(target: Any) -> list[torch._C.FunctionSchema]:
-    """Schemas of a packet (`torch.ops.my.op`) or of the aten op that a torch builtin (`torch.batch_norm`) stands for."""
-    packet = target
-    if not isinstance(target, torch._ops.OpOverloadPacket):
-        packet = getattr(torch.ops.aten, _name(target), None) if inspect.isbuiltin(target) else None
-    return [getattr(packet, name)._schema for name in packet.overloads()] if packet is not None else []
+def _schemas(packet: Any) -> list[torch._C.FunctionSchema]:
+    return [getattr(packet, name)._schema for name in packet.overloads()]
 
 
-def _marked(schema: torch._C.FunctionSchema) -> list[str]:
-    writes: Mapping[str, bool] = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
-    return [name for name, is_written in writes.items() if is_written or name in UPDATED_ARGUMENTS]
+def _updated(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name in UPDATED_ARGUMENTS]
+
+
+def _by_schema(schema: torch._C.FunctionSchema) -> tuple[list[str], list[str]]:
+    marked = [a.name for a in schema.arguments if a.name in UPDATED_ARGUMENTS or (a.alias_info is not None and a.alias_info.is_write)]
+    return [a.name for a in schema.arguments if not a.kwarg_only], marked
