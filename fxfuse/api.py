@@ -28,18 +28,20 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     options = dataclasses.replace(split(None, chain_names())[0], strict=False)
     report = Report()
 
+    model, mode = torch_private.uncompiled(model), torch_private.new_fake_mode()
+
     def capture(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         report.extend(_explained(gm, options))
-        return gm.forward
+        # A model held in a closure brings real tensors: they are not to be written to.
+        return lambda *inputs: gm(*torch_private.faked(inputs, mode))
 
-    model = torch_private.uncompiled(model)
-    with torch_private.new_fake_mode() as mode, torch_private.preserved(model):
-        fake = torch_private.fake_of(mode)
-        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
+    with mode, torch_private.preserved(model), torch_private.static_capture():
+        args, kwargs = torch_private.faked((args, kwargs), mode)
         try:
-            with torch_private.static_capture():
-                torch.compile(_on_fake_state(model, fake), backend=capture)(*args, **kwargs)
-        except torch_private.DataDependent as error:
+            torch.compile(_on_fake_state(model, mode), backend=capture)(*args, **kwargs)
+        except Exception as error:
+            if not torch_private.needs_data(error):
+                raise
             report.stopped = f"the model needs the data of a tensor {torch_private.user_line(error)}"
     return report
 
@@ -58,8 +60,7 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     if engine.needs_values(gm.graph):
         annotated = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         mode = torch_private.new_fake_mode()
-        fakes = torch.utils._pytree.tree_map_only(torch.Tensor, torch_private.fake_of(mode), example_inputs)
-        torch_private.annotate(annotated, fakes, mode)
+        torch_private.annotate(annotated, torch_private.faked(example_inputs, mode), mode)
     graph, report = engine.fuse(annotated.graph, own)
     if graph is annotated.graph:
         return gm, report
@@ -68,10 +69,10 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     return fused, report
 
 
-def _on_fake_state(model: Callable[..., Any], fake: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+def _on_fake_state(model: Callable[..., Any], mode: Any) -> Callable[..., Any]:
     """The model as a new function that runs on fake copies of its parameters and buffers; a plain function is just called."""
     module = isinstance(model, nn.Module)
-    state = {name: fake(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())} if module else {}
+    state = torch_private.faked({**dict(model.named_parameters()), **dict(model.named_buffers())}, mode) if module else {}
 
     def on_fake_state(*args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(model, state, args, kwargs) if module else model(*args, **kwargs)

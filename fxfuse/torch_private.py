@@ -6,6 +6,7 @@ apart from `torch._dynamo.utils.counters` and `torch._C._nn`, which are how torc
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import traceback
@@ -78,12 +79,24 @@ def fake_mode_of(values: Any) -> FakeTensorMode:
 
 def new_fake_mode() -> FakeTensorMode:
     """A FakeTensorMode for static shapes that lets real tensors in (attributes that are neither parameters nor buffers)."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Compiled code that is given a fake tensor then gets an error instead of a pointer to nothing.
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
 
 
-def fake_of(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
-    """How `mode` turns a real tensor into a fake one with the same shape, strides, dtype, device and requires_grad."""
-    return mode.from_tensor
+def faked(values: Any, mode: FakeTensorMode) -> Any:
+    """`values` (nested) with each real tensor turned into a fake one of the same shape, strides, dtype, device and requires_grad."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+
+    return torch.utils._pytree.tree_map_only(torch.Tensor, fake, values)
+
+
+def needs_data(error: BaseException) -> bool:
+    """Whether the error says that fake tensors cannot stand in for data."""
+    return isinstance(error, DataDependent) or "data pointer" in str(error)
 
 
 def uncompiled(model: Any) -> Any:
@@ -96,12 +109,11 @@ def uncompiled(model: Any) -> Any:
 def preserved(model: Any) -> Iterator[None]:
     """Within it, no part of the model runs compiled code; behind it, every module has the attributes it had before.
 
-    A forward that assigns (`self.cache = ...`) would leave fake tensors in the user's model.
+    A forward that assigns or appends (`self.cache = ...`, `self.seen.append(...)`) would leave fake tensors in the user's model.
     """
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    saved = [(vars(module), dict(vars(module))) for module in modules]
-    tables = [table for module in modules for table in (module._parameters, module._buffers, module._modules)]
-    saved += [(table, dict(table)) for table in tables]
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)] if isinstance(model, nn.Module) else []
+    containers = [container for module in modules for container in _containers(module)]
+    saved = [(container, copy.copy(container)) for container in containers]
     try:
         for module in modules:
             module._modules.update({name: uncompiled(child) for name, child in module._modules.items()})
@@ -110,7 +122,12 @@ def preserved(model: Any) -> Iterator[None]:
     finally:
         for current, before in saved:
             current.clear()
-            current.update(before)
+            (current.extend if isinstance(current, list) else current.update)(before)
+
+
+def _containers(module: nn.Module) -> list[Any]:
+    """What holds a module's state: its attributes, and those of them that are lists, dicts or sets (parameters and children among them)."""
+    return [vars(module), *(value for value in vars(module).values() if isinstance(value, (list, dict, set)))]
 
 
 def static_capture() -> AbstractContextManager[None]:
