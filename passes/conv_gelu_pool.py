@@ -63,6 +63,7 @@ def requires(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:
     yield from parameter_dtype("the convolution's bias", conv.tensor("bias"), conv.value.dtype)
     yield gelu.approximate in ("none", "tanh"), f"gelu's approximate={gelu.approximate!r} is neither 'none' nor 'tanh'"
     rank = conv.value.dim()
+    yield conv.dims > 1 or not _channels_innermost(conv.value), "the 1-d convolution's result has its channels innermost; the op returns it contiguous"
     spatial = set(range(rank - conv.dims, rank))
     if pool.word == "mean":
         dim = pool.dim if pool.dim is not None else range(rank)
@@ -96,6 +97,10 @@ def tail_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
     """One read of the convolution's output and a small write; Inductor's reduction moves the same bytes."""
     total = number_of_bytes(conv.value) + number_of_bytes(pool.value)
     return Cost(bytes=total, kernels=1, inductor_bytes=total, inductor_kernels=1)
+
+
+def _channels_innermost(value: torch.Tensor) -> bool:
+    return torch_private.known_true(value.stride(-2) == 1) and not torch_private.known_true(value.shape[-1] == 1)
 
 
 def _text(sizes: Sequence[object]) -> str:

@@ -1,0 +1,134 @@
+// GELU on the device. Every CUDA op takes its GELU from here, so that its error and cost are stated once.
+//
+// Five forms, all in fp32. "instr" is SASS instructions a value on sm_90a. The rest was measured on an H200 against fp64: "error" is
+// the largest on [-12, 12], rounding of the result included (half an ulp is 2.4e-7 there); "tail" is relative, at x = -5, where
+// gelu(x) = -1.4e-6 and eager's own formula is off by 1.4e-2 in the mean and 9e-2 at worst.
+//
+//   form      instr  error    tail     what it is for
+//   Erf        26    4.9e-7   9e-2     eager's formula
+//   Accurate   16    2.5e-7   6e-5     fp32 values
+//   Fast       10    2.6e-7   2e-4     bf16 and fp16 values that are stored one by one
+//   Coarse      8    1.5e-5   4e-3     sums of many bf16 or fp16 values: relative error 2e-4 above -3.5, fp16 rounds to 5e-4
+//   Tanh        7    5.2e-7   -        approximate="tanh" only: it is another function, up to 4.7e-4 away from the exact one
+//
+// Accurate, Fast and Coarse write gelu(x) = relu(x) - |x| * Phi(-|x|) with Phi(-a) = 2^P(a): one polynomial, one ex2.approx, no
+// branch, no division, no cancellation for negative x. |x| is free: SASS takes it as an operand modifier.
+//
+// Coefficients: own minimax fits of log2 Phi(-a) (Lawson's algorithm in fp64 against 40-digit values), rounded to fp32 one by one
+// from the highest with the rest refitted. Leading ones are negative and P falls monotonically to -inf (checked on 700,000
+// points up to FLT_MAX), so that no clamp is needed. Degree 6 has a positive leading coefficient.
+#pragma once
+
+#include <string_view>
+
+#include "common/cuda.cuh"
+
+namespace fxfuse {
+
+enum class Gelu { Erf, Accurate, Fast, Coarse, Tanh };
+
+// True for the tanh form, false for the exact one.
+inline bool gelu_is_tanh(std::string_view approximate) {
+  check(approximate == "none" || approximate == "tanh", "approximate is '", approximate,
+        "'; 'none' (exact) and 'tanh' are supported");
+  return approximate == "tanh";
+}
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Eager's formula. Right for every x, inf and nan included.
+__device__ __forceinline__ float gelu_erf(float x) {
+  return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+}
+
+// The next three: x, and below_inf, which is x, or x with +inf made finite (see gelu()).
+
+// Degree 8 on [0.25, 6]: 1.8e-8 in a * Phi(-a), and 1.8e-4 relative where that is looser. Below 0.25 Phi(-a) = 1/2 - a * S(a^2)
+// instead (S: 2.3e-8 relative): ex2.approx has errors of one sign over a whole table segment, and over a plane of small, zero-mean
+// values, where sum(x) / 2 cancels, such a bias of 2e-8 |x| would be all that is left. Measured so: 9e-11 |x|.
+__device__ __forceinline__ float gelu_accurate(float x, float below_inf) {
+  const float a = fabsf(below_inf);
+  float p = fmaf(-4.3933400e-07f, a, 6.9244143e-06f);
+  p = fmaf(p, a, -7.4293462e-06f);
+  p = fmaf(p, a, -6.5592630e-04f);
+  p = fmaf(p, a, 7.9247672e-03f);
+  p = fmaf(p, a, -5.3324778e-02f);
+  p = fmaf(p, a, -4.5876181e-01f);
+  p = fmaf(p, a, -1.1512270e+00f);
+  p = fmaf(p, a, -9.9998724e-01f);
+  const float square = a * a;
+  float s = fmaf(9.86297e-03f, square, -6.6487790e-02f);
+  s = fmaf(s, square, 3.9894227e-01f);
+  float q = exp2_approx(p);
+  // q = a < 0.25 ? 0.5 - a * s : q. As C++ the compiler makes it a branch around the other form, and warps diverge at every value.
+  asm("{\n.reg .pred near;\nsetp.lt.f32 near, %1, 0f3E800000;\n@near fma.rn.f32 %0, %2, %3, 0f3F000000;\n}"
+      : "+f"(q) : "f"(a), "f"(-a), "f"(s));
+  return fmaf(-a, q, fmaxf(x, 0.0f));
+}
+
+// Degree 7 on [0, 6] with P(0) = -1: 1.5e-7 in a * Phi(-a), and 1.5e-4 relative where that is looser.
+__device__ __forceinline__ float gelu_fast(float x, float below_inf) {
+  const float a = fabsf(below_inf);
+  float p = fmaf(-8.7278136e-07f, a, 4.5073157e-05f);
+  p = fmaf(p, a, -8.2383992e-04f);
+  p = fmaf(p, a, 8.1835957e-03f);
+  p = fmaf(p, a, -5.3479604e-02f);
+  p = fmaf(p, a, -4.5878819e-01f);
+  p = fmaf(p, a, -1.1511703e+00f);
+  p = fmaf(p, a, -1.0f);
+  return fmaf(-a, exp2_approx(p), fmaxf(x, 0.0f));
+}
+
+// Degree 5 on [0, 5.3] with P(0) = -1, weighted by what 16 bits resolve: 1.8e-4 relative up to 3.5, and less near 0 (so that small
+// zero-mean planes keep their digits); then 2e-8 in a * Phi(-a), a third of fp16's smallest step. Over N(0, 1) the mean is off by 1.2e-5.
+__device__ __forceinline__ float gelu_coarse(float x, float below_inf) {
+  const float a = fabsf(below_inf);
+  float p = fmaf(-3.6151035e-04f, a, 6.3044359e-03f);
+  p = fmaf(p, a, -5.0165534e-02f);
+  p = fmaf(p, a, -4.6097890e-01f);
+  p = fmaf(p, a, -1.1508999e+00f);
+  p = fmaf(p, a, -1.0f);
+  return fmaf(-a, exp2_approx(p), fmaxf(x, 0.0f));
+}
+
+// x * sigmoid(2u), u = sqrt(2/pi) * (x + 0.044715 x^3): the same function as 0.5 x (1 + tanh(u)) without its cancellation for
+// negative x. The factor -2 log2(e) is in the coefficients. Right for every x: -inf gives nan (as eager's -inf * 0), +inf gives inf.
+__device__ __forceinline__ float gelu_tanh(float x) {
+  const float t = fmaf(-0.10294324f, x * x, -2.3022082f);
+  return x * rcp_approx(1.0f + exp2_approx(x * t));
+}
+
+// For sums that look for +inf afterwards: x = +inf gives nan here (inf * 0) where eager gives inf; everything else is as eager's,
+// -inf (nan) and nan included. A sum over unguarded values that comes out finite is right; one that does not must be redone
+// with gelu<form>. That moves the guard out of the inner loop.
+template <Gelu form>
+__device__ __forceinline__ float gelu_unguarded(float x) {
+  if constexpr (form == Gelu::Erf) return gelu_erf(x);
+  if constexpr (form == Gelu::Accurate) return gelu_accurate(x, x);
+  if constexpr (form == Gelu::Fast) return gelu_fast(x, x);
+  if constexpr (form == Gelu::Coarse) return gelu_coarse(x, x);
+  if constexpr (form == Gelu::Tanh) return gelu_tanh(x);
+}
+
+// Right for every x. The guard is one instruction: in the product, +inf becomes FLT_MAX, times Phi = 0; -inf and nan stay.
+template <Gelu form>
+__device__ __forceinline__ float gelu(float x) {
+  if constexpr (form == Gelu::Erf || form == Gelu::Tanh) return gelu_unguarded<form>(x);
+  float below_inf;
+  asm("min.NaN.f32 %0, %1, 0f7F7FFFFF;" : "=f"(below_inf) : "f"(x));
+  if constexpr (form == Gelu::Accurate) return gelu_accurate(x, below_inf);
+  if constexpr (form == Gelu::Fast) return gelu_fast(x, below_inf);
+  if constexpr (form == Gelu::Coarse) return gelu_coarse(x, below_inf);
+}
+
+}  // namespace fxfuse

@@ -1,0 +1,158 @@
+// norm_pool_gelu: which kernel runs, on which tiles. Pure functions of the problem's shape, dtype, address and device; plans print themselves.
+#pragma once
+
+#include <algorithm>
+#include <sstream>
+#include <string>
+#include <variant>
+
+#include "norm_pool_gelu_problem.cuh"
+
+namespace fxfuse::norm_pool_gelu {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Contiguous, norm over W: 2^k lanes a row (norm_pool_gelu_rows.cuh).
+struct RowsPlan {
+  int vec_len;         // elements an access: as many as 16 bytes hold, or 2, or 1, by what every row is aligned to
+  int vecs;            // accesses a lane makes for one row
+  int lanes;           // lanes a row is spread over
+  int rows_in_flight;  // rows loaded before the first is used
+  bool pairs;          // windows of two along w, pooled in registers
+  bool exact;          // the same, and lanes * vecs * vec_len == W
+
+  std::string describe() const;
+};
+
+// channels_last_3d, norm over W: lanes along channels (norm_pool_gelu_channels_last.cuh).
+struct ChannelsPlan {
+  int channels;        // of a lane: 4 bytes' worth where every pixel is aligned to them, else 1
+  int width;           // positions of W that a thread holds
+  int rows_in_flight;
+  bool exact;          // every thread holds `width` positions; windows of two along w, pooled in registers
+  int warps_per_row, rows_per_block;
+
+  std::string describe() const;
+};
+
+// Contiguous, norm over up to three dimensions, a norm group in a block's registers (norm_pool_gelu_block.cuh).
+struct BlockPlan {
+  int vec_len, values;  // elements an access, and of a group in a thread
+  int threads;
+
+  std::string describe() const;
+};
+
+// Everything else: statistics first (norm_pool_gelu_statistics.cuh). A unit is the positions of one channel in one norm group.
+struct StatisticsPlan {
+  int64_t unit_size, chunk_size;
+
+  std::string describe() const;
+};
+
+using Plan = std::variant<RowsPlan, ChannelsPlan, BlockPlan, StatisticsPlan>;
+
+inline int widest_vec(const void* data, int64_t row_len, int element_size) {
+  for (const int vec_len : {kVecBytes / element_size, 2}) {
+    if (rows_are_aligned(data, row_len, vec_len, element_size)) return vec_len;
+  }
+  return 1;
+}
+
+// 8 values of a row in a lane, 16 where 16-bit types come in 16-byte accesses: every row costs a lane some forty instructions beside those
+// for its values, and every doubling of the lanes four shuffles more. An access by few lanes then covers less than a line, but the
+// lane's next one takes the rest of it. More values where 32 lanes are not enough.
+inline std::optional<RowsPlan> plan_rows(const Problem& p, int element_size) {
+  constexpr int kMostValues = 16;  // 32 in 16-byte accesses of 16-bit types
+  if (p.channels_last || p.norm_ndim != 1 || p.num_channels * p.output_rows() > INT32_MAX) return std::nullopt;
+  const int vec_len = widest_vec(p.input, p.w.input, element_size);
+  int vecs = vec_len > 2 ? 2 : 8 / vec_len;
+  if (vec_len > 2 && p.w.input == vec_len) vecs = 1;
+  while (vecs * vec_len * kWarpSize < p.w.input) vecs *= 2;
+  if (vecs * vec_len > (vec_len == 8 ? 2 * kMostValues : kMostValues)) return std::nullopt;
+  int lanes = 1;
+  while (lanes * vecs * vec_len < p.w.input) lanes *= 2;
+  const bool pairs = vec_len > 1 && p.whole_windows && p.w.kernel == 2 && p.w.stride == 2 && p.addend_is_per_channel;
+  const bool exact = pairs && vec_len > 2 && lanes * vecs * vec_len == p.w.input;
+  const bool two_rows = (vecs * vec_len <= 8 || (vec_len == 8 && vecs == 2)) && p.addend_is_per_channel;
+  return RowsPlan{vec_len, vecs, lanes, two_rows && (p.window_rows() > 1 || vec_len <= 2) ? 2 : 1, pairs, exact};
+}
+
+// 16 positions a thread: with 8, twice as many warps merge their moments. Rows that need few warps share a block of four.
+inline std::optional<ChannelsPlan> plan_channels(const Problem& p, int element_size) {
+  constexpr int kUsualWarps = 4, kMostWarps = 16;
+  const int width = p.w.input <= 8 ? 8 : 16;
+  if (!p.channels_last || p.norm_ndim != 1 || p.w.input > kMostWarps * width) return std::nullopt;
+  const int per_lane = 4 / element_size;
+  const int channels = rows_are_aligned(p.input, p.num_channels, per_lane, element_size) ? per_lane : 1;
+  if (ceil_div(p.num_channels, channels * kWarpSize) * p.output_rows() > INT32_MAX) return std::nullopt;
+  const int warps = static_cast<int>(ceil_div(p.w.input, width));
+  const bool pairs = p.whole_windows && p.w.kernel == 2 && p.w.stride == 2 && channels == per_lane;
+  const bool exact = pairs && p.w.input % width == 0 && p.addend_is_per_channel;
+  return ChannelsPlan{channels, width, p.addend_is_per_channel ? 2 : 1, exact, warps, std::max(1, kUsualWarps / warps)};
+}
+
+inline std::optional<BlockPlan> plan_block(const Problem& p, int element_size) {
+  constexpr int kFewValues = 8, kManyValues = 16, kMostThreads = 1024;
+  if (p.channels_last || p.norm_ndim > 3) return std::nullopt;
+  const int64_t size = p.group_size();
+  const int64_t blocks = p.num_n * p.num_channels * (p.norm_ndim <= 2 ? p.d.output : 1) * (p.norm_ndim == 1 ? p.h.output : 1);
+  if (blocks > INT32_MAX || size > kManyValues * kMostThreads) return std::nullopt;
+  const int values = size <= kFewValues * kMostThreads ? kFewValues : kManyValues;
+  const bool aligned = rows_are_aligned(p.input, size, kVecBytes / element_size, element_size);
+  const int threads = static_cast<int>(ceil_div(size, values * kWarpSize)) * kWarpSize;
+  return BlockPlan{aligned ? kVecBytes / element_size : 1, values, threads};
+}
+
+// Chunks where units alone would not fill the card with warps; none so short that a lane has less than 64 elements, and none so long
+// that fp32 cannot count them.
+inline StatisticsPlan plan_statistics(const Problem& p) {
+  constexpr int64_t kEnoughWarps = 8192, kShortest = 64, kLongest = 1 << 22;
+  const int64_t unit_size = std::min(p.group_size(), p.volume_size);
+  const int64_t units = p.num_n * p.num_channels * p.volume_size / unit_size;
+  const int64_t warps = p.channels_last ? ceil_div(units, kWarpSize) : units;
+  const int64_t shortest = p.channels_last ? kShortest : kShortest * kWarpSize;
+  const int64_t chunk_size = std::clamp(ceil_div(unit_size, ceil_div(kEnoughWarps, warps)), shortest, kLongest);
+  return {unit_size, chunk_size};
+}
+
+inline Plan make_plan(const Problem& p, int element_size) {
+  if (const auto plan = plan_rows(p, element_size)) return *plan;
+  if (const auto plan = plan_channels(p, element_size)) return *plan;
+  if (const auto plan = plan_block(p, element_size)) return *plan;
+  return plan_statistics(p);
+}
+
+// ---- printing ----------------------------------------------------------------------------------------------------
+
+inline std::string RowsPlan::describe() const {
+  std::ostringstream text;
+  text << "rows(vec_len=" << vec_len << ", vecs=" << vecs << ", lanes=" << lanes << ", rows_in_flight=" << rows_in_flight
+       << ", pairs=" << pairs << ", exact=" << exact << ")";
+  return text.str();
+}
+
+inline std::string ChannelsPlan::describe() const {
+  std::ostringstream text;
+  text << "channels(channels=" << channels << ", width=" << width << ", rows_in_flight=" << rows_in_flight << ", exact=" << exact
+       << ", warps_per_row=" << warps_per_row << ", rows_per_block=" << rows_per_block << ")";
+  return text.str();
+}
+
+inline std::string BlockPlan::describe() const {
+  std::ostringstream text;
+  text << "block(vec_len=" << vec_len << ", values=" << values << ", threads=" << threads << ")";
+  return text.str();
+}
+
+inline std::string StatisticsPlan::describe() const {
+  std::ostringstream text;
+  text << "statistics(unit_size=" << unit_size << ", chunk_size=" << chunk_size << ")";
+  return text.str();
+}
+
+inline std::string describe(const Plan& plan) {
+  return std::visit([](const auto& chosen) { return chosen.describe(); }, plan);
+}
+
+}  // namespace fxfuse::norm_pool_gelu

@@ -1,0 +1,57 @@
+"""What the test run shows at its end (the pattern coverage table) and what it leaves out where a GPU or a compiler is missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fxfuse.toolchain import BuildError, find_cxx
+
+COVERAGE = pytest.StashKey[list[tuple[str, ...]]]()
+HEADERS = ("chain", "captured by", "spelling", "verdict")
+OPTION_VARIABLES = ("FXFUSE_SELECT", "FXFUSE_STRICT", "FXFUSE_PASSES", "FXFUSE_MODE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[COVERAGE] = []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    missing = {"gpu": None if torch.cuda.is_available() else "needs a CUDA GPU", "compiler": _no_compiler()}
+    for item in items:
+        for marker, reason in missing.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    rows = config.stash[COVERAGE]
+    if rows:
+        from tabulate import tabulate
+
+        terminalreporter.section(f"pattern coverage: {len(rows)} spellings")
+        terminalreporter.write_line(tabulate(rows, headers=HEADERS, tablefmt="simple", maxcolwidths=[None, None, 44, 72]))
+
+
+@pytest.fixture
+def cover(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Adds a row (chain, captured by, spelling, verdict) to the coverage table."""
+    return lambda *row: request.config.stash[COVERAGE].append(row)
+
+
+@pytest.fixture(autouse=True)
+def no_options_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests see the options that they set, not those of the shell they were started from."""
+    for variable in OPTION_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def _no_compiler() -> str | None:
+    try:
+        find_cxx(os.environ)
+    except BuildError:
+        return "needs a C++ compiler"
+    return None

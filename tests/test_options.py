@@ -1,0 +1,91 @@
+"""fxfuse's options: where they are read from, what they take, and the sentence for what they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxfuse.options import OptionError, Options, split
+
+CHAINS = ("conv_gelu_pool", "conv_norm_pool_gelu")
+
+
+def own(**given: object) -> Options:
+    return split({f"fxfuse.{name}": value for name, value in given.items()}, CHAINS)[0]
+
+
+def test_defaults() -> None:
+    for given in (None, {}, {"fxfuse.select": None, "fxfuse.passes": None}):
+        assert split(given, CHAINS) == (Options(select="auto", strict=False, passes=None, mode=None), {})
+
+
+def test_own_keys_are_split_from_the_rest_which_is_left_alone() -> None:
+    given = {"fxfuse.select": "never", "max_autotune": True, "triton.cudagraphs": False, "fuse": 1, "fxfuse": 2, 3: 4}
+    options, rest = split(given, CHAINS)
+    assert options == Options(select="never")
+    assert rest == {"max_autotune": True, "triton.cudagraphs": False, "fuse": 1, "fxfuse": 2, 3: 4}
+    assert "fxfuse.select" in given, "the user's own dictionary was changed"
+
+
+ACCEPTED = [
+    ("select", "always", "always"),
+    ("strict", True, True),
+    ("strict", 0, False),
+    ("strict", "true", True),
+    ("passes", "conv_gelu_pool", ("conv_gelu_pool",)),
+    ("passes", " conv_gelu_pool, conv_norm_pool_gelu,", CHAINS),
+    ("passes", ["conv_norm_pool_gelu"], ("conv_norm_pool_gelu",)),
+    ("passes", [], ()),
+    ("mode", "max-autotune", "max-autotune"),
+    ("mode", "default", None),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "read"), ACCEPTED)
+def test_values(name: str, given: object, read: object) -> None:
+    assert getattr(own(**{name: given}), name) == read
+
+
+REFUSED = [
+    ("fxfuse.select", "sometimes", "fxfuse.select='sometimes' is not one of auto, always, never"),
+    ("fxfuse.select", ["auto"], r"fxfuse.select=\['auto'\] is not one of"),
+    ("fxfuse.strict", "yes", "fxfuse.strict='yes' is not a bool"),
+    ("fxfuse.strict", 2, "fxfuse.strict=2 is not a bool"),
+    (
+        "fxfuse.passes",
+        "conv_gelu",
+        "fxfuse.passes names 'conv_gelu', which is no chain; the chains are conv_gelu_pool, conv_norm_pool_gelu",
+    ),
+    ("fxfuse.passes", 1, "fxfuse.passes=1 is not a list of chains"),
+    ("fxfuse.passes", [1], "fxfuse.passes names 1, which is no chain"),
+    ("fxfuse.mode", 3, "fxfuse.mode=3 is not the name of an Inductor mode"),
+    ("fxfuse.selct", "auto", "unknown option 'fxfuse.selct'; the nearest is 'fxfuse.select'; fxfuse takes fxfuse.select, fxfuse.strict"),
+    ("fxfuse.pass", "auto", "unknown option 'fxfuse.pass'; the nearest is 'fxfuse.passes'"),
+    ("fxfuse.", "auto", "unknown option 'fxfuse.'"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "sentence"), REFUSED)
+def test_refusals(key: str, value: object, sentence: str) -> None:
+    with pytest.raises(OptionError, match=sentence):
+        split({key: value}, CHAINS)
+
+
+def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXFUSE_SELECT", "always")
+    monkeypatch.setenv("FXFUSE_STRICT", "1")
+    monkeypatch.setenv("FXFUSE_PASSES", "conv_gelu_pool")
+    monkeypatch.setenv("FXFUSE_MODE", "reduce-overhead")
+    assert own() == Options("always", True, ("conv_gelu_pool",), "reduce-overhead")
+    assert own(select="never", strict=False) == Options("never", False, ("conv_gelu_pool",), "reduce-overhead")
+
+
+def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SELECT", "STRICT", "PASSES", "MODE"):
+        monkeypatch.setenv(f"FXFUSE_{name}", "")
+    assert own() == Options()
+
+
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXFUSE_SELECT", "fast")
+    with pytest.raises(OptionError, match="FXFUSE_SELECT='fast' is not one of auto, always, never"):
+        own()
