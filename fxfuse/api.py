@@ -35,7 +35,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         # A model held in a closure brings real tensors: they are not to be written to.
         return lambda *inputs: gm(*torch_private.faked(inputs, mode))
 
-    with mode, torch_private.preserved(model), torch_private.static_capture():
+    with mode, torch_private.RealAsFake(mode), torch_private.preserved(model), torch_private.static_capture():
         args, kwargs = torch_private.faked((args, kwargs), mode)
         try:
             torch.compile(_on_fake_state(model, mode), backend=capture)(*args, **kwargs)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Raised where fake tensors cannot stand in for data.
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
@@ -92,6 +93,23 @@ def faked(values: Any, mode: FakeTensorMode) -> Any:
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
     return torch.utils._pytree.tree_map_only(torch.Tensor, fake, values)
+
+
+class RealAsFake(TorchDispatchMode):
+    """Inside a FakeTensorMode: ops that eager code between graphs runs on real tensors alone see fakes of them, and write to those."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake_mode = mode
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo captures frames under infra modes only."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = faked((args, kwargs or {}), self._fake_mode)
+        return func(*args, **kwargs)
 
 
 def needs_data(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from fxfuse.match import find
 from fxfuse.replacement import RewriteError, rewritten
 from fxfuse.view import GraphView
 
-X3, W3, B = (2, 4, 6, 6, 12), (8, 4, 3, 3, 3), (8,)
+W, X3, W3, B = (8, 4, 3, 3), (2, 4, 6, 6, 12), (8, 4, 3, 3, 3), (8,)
 
 
 def rewrite(run: Callable[..., Any], *tensors: tuple[int, ...] | torch.Tensor) -> tuple[fx.Graph, fx.Graph]:
@@ -203,18 +203,16 @@ def test_modules_become_get_attr_nodes_of_the_copy_only() -> None:
 
 
 def test_chains_that_feed_each_other() -> None:
-    def run(x, w, w2, w3):
+    def run(x, w, w2, b, x3, w3):
         first = gelu_pool(torch.conv2d(x, w))
-        second = F.adaptive_avg_pool2d(F.gelu(torch.conv2d(first, w2)), 1)
-        # The third chain's convolution stands before the second's end and takes its result as the addend of a chain A.
-        y = torch.conv3d(x[:, None], w3)
-        return norm_pool_gelu(y + second.flatten()[0])
+        second = gelu_pool(torch.conv2d(first, w2, b))
+        return norm_pool_gelu(torch.conv3d(x3, w3, b) + second[:, :, None])
 
-    _, new = rewrite(run, (2, 4, 8, 8), (8, 4, 3, 3), (3, 8, 1, 1), (5, 1, 3, 3, 3))
+    _, new = rewrite(run, (2, 4, 8, 8), W, (8, 8, 1, 1), B, X3, W3)
     new.lint()
     first, second, third = fused_nodes(new)
-    assert first in arguments(second)["input"].all_input_nodes
-    assert arguments(third)["addend"].target is not None
+    assert arguments(second)["input"].args[0] is first
+    assert second in arguments(third)["addend"].all_input_nodes
 
 
 def test_an_addend_from_a_chain_whose_convolution_comes_later() -> None:
