@@ -57,7 +57,8 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     """
     own, _ = split({f"fxfuse.{name}": value for name, value in options.items()}, chain_names())
     annotated = gm
-    if engine.needs_values(gm.graph):
+    # Without inputs there is nothing to propagate: a chain whose shapes are not known is declined with that reason.
+    if engine.needs_values(gm.graph) and example_inputs:
         annotated = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         mode = torch_private.new_fake_mode()
         torch_private.annotate(annotated, torch_private.faked(example_inputs, mode), mode)

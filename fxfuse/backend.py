@@ -77,7 +77,11 @@ def _devices(graph: fx.Graph) -> set[str]:
 
 
 def _cache_key(graph: fx.Graph) -> Any:
-    """Inductor's cache keys hold a custom op's name only: the hashes of kernels and passes join it, so that a new version is not served old code."""
+    """Inductor's cache keys hold a custom op's name only: the hashes of kernels and passes join it, so that a new version is not served old
+    code. So does autocast's dtype, which torch 2.11's key lacks and which decides the dtype that the op is called in."""
     config = torch.compiler.config
-    hashes = "".join(f"+fxfuse-{build_hash(device_type)}" for device_type in sorted(_devices(graph)))
-    return config.patch(cache_key_tag=config.cache_key_tag + hashes)
+    tags = [config.cache_key_tag]
+    for device_type in sorted(_devices(graph)):
+        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else "no autocast"
+        tags.append(f"fxfuse {device_type} {build_hash(device_type)} {autocast}")
+    return config.patch(cache_key_tag=" ".join(tags))

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 from torch._dynamo.utils import counters
 
@@ -18,8 +17,8 @@ from .options import Options
 from .report import Declined, Fused, Report, location_of, text_of
 from .replacement import rewritten
 from .safety import refusal
-from .values import attribute_of
-from .view import GraphView
+from .values import attribute_of, value_of
+from .view import GraphView, read
 
 log = logging.getLogger("fxfuse")
 
@@ -145,6 +144,5 @@ def _fused(plan: Plan) -> Fused:
 
 
 def needs_values(graph: fx.Graph) -> bool:
-    """Whether any op of the graph lacks an example value, so that shapes must be propagated before `fuse`."""
-    ops = [node for node in graph.nodes if node.op.startswith("call_") and not isinstance(node.target, torch._ops.HigherOrderOperator)]
-    return any("example_value" not in node.meta and "val" not in node.meta for node in ops)
+    """Whether any op that a chain could hold lacks an example value, so that shapes must be propagated before `fuse`."""
+    return any(value_of(node) is None for node in graph.nodes if read(node) is not None)

@@ -23,7 +23,7 @@ from .writes import reshapes, written
 
 STATE_CHANGES = frozenset(
     "_enter_autocast _exit_autocast _set_grad_enabled _enter_inference_mode _exit_inference_mode set_default_dtype set_stream "
-    "_exchange_device _maybe_exchange_device set_device".split()
+    "_exchange_device _maybe_exchange_device set_device _set_deterministic_algorithms".split()
 )
 
 

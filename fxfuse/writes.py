@@ -79,6 +79,8 @@ def _module_writes(node: fx.Node) -> list[fx.Node | ModuleParameter]:
 
 def _function_writes(node: fx.Node) -> Iterator[Any]:
     target = node.target
+    if not _is_known(target):
+        yield node.all_input_nodes
     if target in IN_PLACE_OPERATORS or _in_place_name(_name(target)):
         yield node.args[:1] or node.kwargs.get("input")
     for names, marked in _signatures(target):
@@ -88,6 +90,14 @@ def _function_writes(node: fx.Node) -> Iterator[Any]:
         yield [given.get(name) for name in marked]
     if target in RENORMALISED:
         yield node.args[1:2] or node.kwargs.get("weight")
+
+
+def _is_known(target: Any) -> bool:
+    """Whether the rules here cover a function: torch's and Python's own are, a user's (`torch.fx.wrap`, `allow_in_graph`) and NumPy's are not."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or inspect.isbuiltin(target):
+        return True
+    module = getattr(target, "__module__", None) or type(target).__module__
+    return module.split(".")[0] in ("torch", "math", "builtins", "_operator") and not type(target).__name__.startswith("numpy_")
 
 
 @cache

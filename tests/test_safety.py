@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,11 @@ def is_fused(gm: fx.GraphModule) -> bool:
     return bool(report.fused)
 
 
+@torch._dynamo.allow_in_graph
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2)
+
+
 WRITES = {
     "_foreach_mul_": lambda x: torch._foreach_mul_([x], 2.0),
     "custom op over a list": lambda x: double_all([x]),
@@ -50,6 +56,13 @@ WRITES = {
     "flattened view": lambda x: x.view(-1).zero_(),
     "real part": lambda x: x.real.zero_(),
     "detached": lambda x: x.detach().zero_(),
+    "data": lambda x: x.data.zero_(),
+    "unbind": lambda x: x.unbind(0)[0].zero_(),
+    "as_strided": lambda x: torch.as_strided(x, (3,), (1,)).zero_(),
+    "other dtype": lambda x: x.view(torch.int32).zero_(),
+    "numpy operator": lambda x: operator.imul(x.numpy(), 2),
+    "numpy method": lambda x: x.numpy().fill(0),
+    "function that nobody knows": opaque,
 }
 
 
@@ -139,6 +152,16 @@ def test_a_stream_or_device_change_inside_the_chain() -> None:
     ):
         gm = inserted_before_gelu(captured(run, X, W), target, *args)
         assert "changes how ops run between the convolution and adaptive_avg_pool" in only_reason(gm)
+
+
+def test_a_deterministic_region_that_ends_inside_the_chain() -> None:
+    def run(x, w):
+        torch.use_deterministic_algorithms(True)
+        y = torch.conv2d(x, w)
+        torch.use_deterministic_algorithms(False)
+        return gelu_pool(y)
+
+    assert "_set_deterministic_algorithms changes how ops run" in only_reason(captured(run, X, W))
 
 
 def test_values_that_the_graph_does_not_hold() -> None:

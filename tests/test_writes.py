@@ -38,6 +38,7 @@ WRITES = {
     "x.index_put_": (lambda x, y: x.index_put_((y.long(),), y), "x"),
     "x *= 2": (times_assign, "x"),
     "x[0] = 1": (set_item, "x"),
+    "x.__imul__": (lambda x, y: x.__imul__(2), "x"),
     "torch.relu_": (lambda x, y: torch.relu_(x), "x"),
     "F.relu(inplace=True)": (lambda x, y: F.relu(x, inplace=True), "x"),
     "F.relu(x, True)": (lambda x, y: F.relu(x, True), "x"),

@@ -1,0 +1,85 @@
+"""`fxfuse.rewrite`: the FX pass alone, on graphs from symbolic_trace, export and Dynamo."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from models import ConvGeluPool, ConvNormPoolGelu, dynamo_graph, fused_nodes, reasons
+from torch import fx, nn
+
+import fxfuse
+from fxfuse import engine
+from fxfuse.engine import NotFusedError
+from fxfuse.options import OptionError
+
+
+@pytest.fixture(autouse=True)
+def libraries_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "fuse", partial(engine.fuse, unavailable=lambda device: None))
+
+
+def image() -> torch.Tensor:
+    return torch.zeros(2, 4, 8, 8)
+
+
+def test_a_traced_graph_is_rewritten_and_itself_left_alone() -> None:
+    model = ConvGeluPool()
+    gm = fx.symbolic_trace(model)
+    before, metas = gm.code, [dict(node.meta) for node in gm.graph.nodes]
+    with torch.no_grad():
+        fused, report = fxfuse.rewrite(gm, image(), select="always")
+    assert [record.op for record in report.fused] == ["gelu_pool"] and len(fused_nodes(fused.graph)) == 1
+    assert fused is not gm and gm.code == before
+    assert [dict(node.meta) for node in gm.graph.nodes] == metas
+    # The same parameters, not copies: training the model afterwards reaches the rewritten graph too.
+    assert fused.get_parameter("conv.weight") is model.conv.weight
+    fused.graph.lint()
+    assert "fxfuse.gelu_pool" in fused.code
+
+
+def test_a_graph_with_nothing_to_fuse_comes_back_itself() -> None:
+    gm = fx.symbolic_trace(nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU()))
+    with torch.no_grad():
+        fused, report = fxfuse.rewrite(gm, image(), select="always")
+    assert fused is gm and not report.fused and not report.declined
+    assert all("val" not in node.meta for node in gm.graph.nodes)
+
+
+def test_an_export_graph_needs_no_example_inputs() -> None:
+    gm = torch.export.export(ConvNormPoolGelu(), (torch.zeros(2, 4, 6, 6, 12),)).module()
+    with torch.no_grad():
+        fused, report = fxfuse.rewrite(gm, select="always")
+    assert len(report.fused) == 1 and fused is not gm
+    assert fused.graph._codegen is not gm.graph._codegen and type(fused.graph._codegen) is type(gm.graph._codegen)
+
+
+def test_a_dynamo_graph() -> None:
+    with torch.no_grad():
+        gm = dynamo_graph(ConvGeluPool(), image())
+        fused, report = fxfuse.rewrite(gm, select="always")
+    assert len(report.fused) == 1 and fused is not gm and not fused_nodes(gm.graph)
+
+
+def test_without_values_and_without_inputs_the_sentence_says_what_to_pass() -> None:
+    gm = fx.symbolic_trace(ConvGeluPool())
+    fused, report = fxfuse.rewrite(gm)
+    assert fused is gm and "pass example inputs so that shapes are known" in reasons(report)[0]
+
+
+def test_options() -> None:
+    gm = fx.symbolic_trace(ConvGeluPool())
+    with torch.no_grad():
+        assert reasons(fxfuse.rewrite(gm, image(), select="never")[1]) == ['fxfuse.select is "never"']
+        assert not fxfuse.rewrite(gm, image(), passes=["conv_norm_pool_gelu"])[1].declined
+        with pytest.raises(NotFusedError, match="fxfuse.select is"):
+            fxfuse.rewrite(gm, image(), select="never", strict=True)
+        with pytest.raises(OptionError, match="unknown option 'fxfuse.stric'; the nearest is 'fxfuse.strict'"):
+            fxfuse.rewrite(gm, image(), stric=True)
+
+
+def test_with_grad_on_the_chain_is_left_alone() -> None:
+    gm = fx.symbolic_trace(ConvGeluPool())
+    fused, report = fxfuse.rewrite(gm, image(), select="always")
+    assert fused is gm and "torch.no_grad()" in reasons(report)[0]
