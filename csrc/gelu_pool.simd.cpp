@@ -15,7 +15,7 @@ constexpr int64_t kAddedInFloat = 16;
 
 template <bool tanh_form, typename T>
 double sum_of_gelu(const T* x, int64_t n, float bias) {
-  DoubleVec low{}, high{};
+  DoubleSum total;
   constexpr int64_t kBlock = 4 * kAddedInFloat * kLanes;
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     Vec sums[4] = {};
@@ -25,14 +25,9 @@ double sum_of_gelu(const T* x, int64_t n, float bias) {
       gelu<tanh_form>(y);
       each<step.kVecs>([&](int k) { sums[k] += step.keep(y[k]); });
     });
-    const Vec sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    low += __builtin_convertvector(low_half(sum), DoubleVec);
-    high += __builtin_convertvector(high_half(sum), DoubleVec);
+    total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
   }
-  low += high;
-  double sum = 0.;
-  for (int i = 0; i < kLanes / 2; ++i) sum += low[i];
-  return sum;
+  return total.of_lanes();
 }
 
 // ---- rows of values ----------------------------------------------------------------------------------------------

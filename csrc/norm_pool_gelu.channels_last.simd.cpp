@@ -61,19 +61,18 @@ void load_addends(const NormPool& p, const Block<kVecs>& block, const Row& row, 
   });
 }
 
-// Calls f with the loader y(j, v) of the channels v of pixel j: x, or x + constants, or x + addends where those are given.
+// Calls f with the loader y(j, v) of the channels v of pixel j: x, or, where offsets are given, x + offsets[j * stride].
 template <int kVecs, typename T, typename F>
-FXFUSE_INLINE void with_values(const Block<kVecs>& given, const T* x, int64_t c, const float* constants, const float* addends, F&& f) {
+FXFUSE_INLINE void with_values(const Block<kVecs>& given, const T* x, int64_t c, const float* offsets, int64_t stride, F&& f) {
   const Block<kVecs> block = given;
-  if (addends) f([=](int64_t j, int v) { return block.load_vec(x + j * c, v) + load(addends + j * block.kPadded + v * kLanes); });
-  else if (constants) f([=](int64_t j, int v) { return block.load_vec(x + j * c, v) + load(constants + v * kLanes); });
+  if (offsets) f([=](int64_t j, int v) { return block.load_vec(x + j * c, v) + load(offsets + j * stride + v * kLanes); });
   else f([=](int64_t j, int v) { return block.load_vec(x + j * c, v); });
 }
 
 template <int kVecs>
 struct ColumnSums { Vec mean[kVecs], sum1[kVecs], sum2[kVecs]; };  // of n pixels: sums of (y - mean) and its square
 
-// Two passes over n pixels, in the second of which `meanwhile(j)` runs too; sums of up to 64 pixels are summed again, so that long rows keep fp32's accuracy.
+// Two passes over n pixels, with meanwhile(j) in the second. Sums of up to 64 pixels are summed again: long rows keep fp32's accuracy.
 template <int kVecs, typename F, typename G>
 FXFUSE_INLINE ColumnSums<kVecs> column_sums(int64_t n, F&& y, G&& meanwhile) {
   Vec mean[kVecs] = {}, sum1[kVecs] = {}, sum2[kVecs] = {};
@@ -216,7 +215,8 @@ void pool_block(const NormPool& p, const Scales* scales, const Block<kVecs>& blo
       const T* next = x + ((next_d - d) * p.in[1] + next_h - h) * w * p.c;
       const auto fetch_next = [=, c = p.c](int64_t j) { prefetch(next + j * c, kVecs * kLanes); };
       // A row's own statistics absorb what is constant along W.
-      with_values(block, x, p.c, scales ? constants.value : nullptr, along_w ? addends : nullptr, [&](auto y) {
+      const float* offsets = along_w ? addends : scales ? constants.value : nullptr;
+      with_values(block, x, p.c, offsets, along_w ? block.kPadded : 0, [&](auto y) {
         const ColumnScales<kVecs> row_scales = scales ? load_scales(p, *scales, block, row)
                                                       : scales_of(column_sums<kVecs>(n, y, fetch_next), static_cast<float>(n), p.eps, constants.trace);
         add_pooled(p, block, tile, y, w_begin, row_scales, row % p.rows_per_block * w, scratch);
@@ -236,7 +236,7 @@ void segment_moments(const NormPool& p, Moments moments, const Block<kVecs>& blo
   load_constants(p, block, at, constants);
   if (along_w) load_addends(p, block, at, constants.value, first, n, scratch);
   const T* x = static_cast<const T*>(p.input) + (row * p.in[2] + first) * p.c + block.first;
-  with_values(block, x, p.c, constants.value, along_w ? scratch : nullptr, [&](auto y) {
+  with_values(block, x, p.c, along_w ? scratch : constants.value, along_w ? block.kPadded : 0, [&](auto y) {
     const ColumnSums<kVecs> sums = column_sums<kVecs>(n, y, [](int64_t) {});
     for (int64_t i = 0; i < block.channels; ++i) {
       const int64_t v = i / kLanes, lane = i % kLanes, to = segment * p.c + block.first + i;

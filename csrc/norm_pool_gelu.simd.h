@@ -54,16 +54,18 @@ struct OutputRow {
   float divisor(const NormPool& p) const { return p.divisor != 0.f ? p.divisor : static_cast<float>(d.count * h.count); }
 };
 
-// value(0) + ... + value(n - 1), in parts of 64: a long window keeps fp32's accuracy.
+// value(0) + ... + value(n - 1); in double from 64 values on, so that long windows keep fp32's accuracy.
 template <typename F>
 FXFUSE_INLINE Vec sum_window(int64_t n, F&& value) {
-  Vec sum{};
-  for (int64_t begin = 0; begin < n; begin += 64) {
+  constexpr int64_t kPart = 64;
+  DoubleSum sum;
+  for (int64_t begin = 0; begin < n; begin += kPart) {
     Vec part{};
-    for (int64_t j = begin; j < n && j < begin + 64; ++j) part += value(j);
+    for (int64_t j = begin; j < n && j < begin + kPart; ++j) part += value(j);
+    if (n <= kPart) return part;
     sum += part;
   }
-  return sum;
+  return sum.rounded();
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// norm_pool_gelu on contiguous input, norm groups (W, H * W or D * H * W elements) of up to 16384: a block holds one in registers.
+// norm_pool_gelu on contiguous input, norm groups (W, H * W or D * H * W elements) of up to 8192 or 16384: a block holds one in registers.
 //
 // A block makes all outputs that come from the same norm groups: a row, a plane or a volume of them. It reads those groups (the
 // kernel's d * h rows, its d planes, or the one volume) one or two at a time, takes their statistics by block reductions and adds the
@@ -9,7 +9,7 @@
 
 namespace fxfuse::norm_pool_gelu {
 
-constexpr int kBlockMaxThreads = 1024;
+constexpr int kBlockRegisters = 64;  // blocks have up to 1024 threads
 
 struct BlockGrid {
   int group_size, outputs;  // elements of a norm group, outputs of a block
@@ -51,7 +51,7 @@ __device__ __forceinline__ float pool_group(const Problem& p, const float* group
 // Element (v * threads + thread) * kVec + j of a group is value j of vector v of its thread. kRows groups are loaded before the first is
 // used. kAddend: the addend varies within a channel.
 template <typename T, int kVec, int kVecs, int kRows, bool kAddend>
-__global__ void __launch_bounds__(kBlockMaxThreads)
+__global__ void __maxnreg__(kBlockRegisters)
     block_kernel(const __grid_constant__ Problem p, const __grid_constant__ BlockGrid grid) {
   extern __shared__ __align__(16) float pooled_group[];
   __shared__ float scratch[2][kRows * kWarpSize];
@@ -61,8 +61,7 @@ __global__ void __launch_bounds__(kBlockMaxThreads)
   if (p.norm_ndim == 1) rest = grid.by_oh.divide(rest, oh);
   if (p.norm_ndim <= 2) rest = grid.by_od.divide(rest, od);
   const int64_t n = grid.by_c.divide(rest, c);
-  float constant = 0.f;
-  if (kAddend || threadIdx.x == 0) constant = channel_constant<T>(p, n, c);
+  const float constant = kAddend ? channel_constant<T>(p, n, c) : 0.f;
   const T* volume = static_cast<const T*>(p.input) + (n * p.num_channels + c) * p.volume_size;
   const Axis::Window d_window = p.d.window(od), h_window = p.h.window(oh);
   const int d_begin = p.norm_ndim <= 2 ? d_window.begin : 0, h_begin = p.norm_ndim == 1 ? h_window.begin : 0;
@@ -110,8 +109,7 @@ __global__ void __launch_bounds__(kBlockMaxThreads)
     sum_over_block(mean, scratch[0]);
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
-      // A constant that is inf or nan makes the whole group nan; any other drops out.
-      square[u] = kAddend ? 0.f : constant - constant;
+      square[u] = 0.f;
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
         const bool holds = v * vec_stride + first < grid.group_size;
@@ -135,6 +133,9 @@ __global__ void __launch_bounds__(kBlockMaxThreads)
     }
   }
 
+  // A constant that is inf or nan makes all nan; any other dropped out.
+  const bool suspect = !kAddend && threadIdx.x == 0 && !isfinite(channel_constant<T>(p, n, c));
+  const float poison = __syncthreads_or(suspect) ? __int_as_float(0x7fffffff) : 0.f;
 #pragma unroll
   for (int v = 0; v < kVecs; ++v) {
     const int i = v * vec_stride + first;
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kBlockMaxThreads)
     float weight[kVec], bias[kVec];
     load_norm_params<T>(p, i, weight, bias);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) pooled_group[i + j] = fmaf(sum[v][j], weight[j], num_groups * bias[j]);
+    for (int j = 0; j < kVec; ++j) pooled_group[i + j] = fmaf(sum[v][j] + poison, weight[j], num_groups * bias[j]);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < grid.outputs; i += blockDim.x) {

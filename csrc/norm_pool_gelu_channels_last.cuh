@@ -7,41 +7,22 @@
 // channels on one side, along w on the other.
 #pragma once
 
-#include "norm_pool_gelu_problem.cuh"
+#include "norm_pool_gelu_plan.cuh"
 
 namespace fxfuse::norm_pool_gelu {
 
-constexpr int kSegment = 16;    // positions of W that a thread has in registers
-constexpr int kLineBytes = 128;
-
-template <typename T>
-constexpr int kLineChannels = kLineBytes / static_cast<int>(sizeof(T));
-
-inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+constexpr int kChannelsRegisters = 96;  // blocks have up to 512 threads; five of 128 share a multiprocessor
 
 struct ChannelsGrid {
-  int rows_per_block;         // output rows of a block, all of one sample
+  int rows_per_block;          // output rows of a block, all of one sample
   int rows_per_sample;
-  int padded_width;           // W, rounded up to segments
-  int tile_stride;            // floats from one channel to the next in the output tile
-  int piece_bytes;            // of a channel's output row that a thread writes at a time
-  int64_t first_n;
-  FastDiv by_channel_tile, by_row_block, by_oh, by_window_rows, by_segments, by_row_pieces;
-};
-
-// Shared memory, in bytes. Values end in a spare segment: the last one of a row reads past the row.
-struct ChannelsShared {
-  int values, statistics, tile, norm_params, poison, total;
-
-  __host__ __device__ ChannelsShared(const ChannelsGrid& grid, int window_rows, int width, int columns, int value_bytes) {
-    const int rows = grid.rows_per_block * window_rows;
-    values = 0;
-    statistics = values + (rows * width + kSegment) * columns * value_bytes;
-    tile = statistics + rows * columns * static_cast<int>(sizeof(float2));
-    norm_params = tile + grid.rows_per_block * columns * grid.tile_stride * static_cast<int>(sizeof(float));
-    poison = norm_params + 2 * grid.padded_width * static_cast<int>(sizeof(float));
-    total = poison + columns * static_cast<int>(sizeof(float));
-  }
+  int padded_width;            // W, rounded up to segments
+  int tile_stride;             // floats from one channel to the next in the output tile
+  int piece_bytes;             // of a channel's output row that a thread writes at a time
+  int copy_parts, copy_width;  // parts that a row is copied in, and their positions
+  ChannelsShared shared;
+  int64_t first_n;             // the first sample of this launch
+  FastDiv by_channel_tile, by_row_block, by_oh, by_window_rows, by_segments, by_row_pieces, by_copy_parts, by_kernel_h;
 };
 
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
@@ -49,42 +30,57 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// An output row of the block's sample and the input rows of its window.
+// An output row of the block's sample and the input rows of its window. kWhole: no window is cut off by an edge.
+template <bool kWhole>
 struct OutputRow {
   uint32_t od, oh;
-  Axis::Window d, h;
+  int d_begin, d_len, h_begin, h_len;
 
   __device__ __forceinline__ OutputRow(const Problem& p, const ChannelsGrid& grid, int row_idx) {
     od = grid.by_oh.divide(row_idx, oh);
-    d = p.d.window(od);
-    h = p.h.window(oh);
+    if constexpr (kWhole) {
+      d_begin = od * p.d.stride, d_len = p.d.kernel;
+      h_begin = oh * p.h.stride, h_len = p.h.kernel;
+    } else {
+      const Axis::Window d = p.d.window(od), h = p.h.window(oh);
+      d_begin = d.begin, d_len = d.len();
+      h_begin = h.begin, h_len = h.len();
+    }
   }
-  __device__ __forceinline__ int num_rows() const { return d.len() * h.len(); }
+  __device__ __forceinline__ int num_rows() const { return d_len * h_len; }
+  // d and h of the window's row r.
+  __device__ __forceinline__ int2 position(const ChannelsGrid& grid, uint32_t r) const {
+    uint32_t h = r % h_len, d = r / h_len;
+    if constexpr (kWhole) d = grid.by_kernel_h.divide(r, h);
+    return make_int2(d_begin + d, h_begin + h);
+  }
 };
 
-// Starts copying a row of W positions; `from` and `to` are at the block's first channel.
+// A warp starts copying positions [w, end) of a row; `from` and `to` are at position 0 and the block's first channel.
 template <typename T, int kColumns>
-__device__ __forceinline__ void copy_row(const Problem& p, const T* from, T* to, int num_columns) {
-  constexpr int kPiece = kVecLen<T>, kPieces = kColumns / kPiece;
-  const int first_column = threadIdx.x % kPieces * kPiece, step = blockDim.x / kPieces;
+__device__ __forceinline__ void copy_positions(const Problem& p, const T* from, T* to, int w, int end, int num_columns) {
+  constexpr int kPiece = kVecLen<T>, kPieces = kColumns / kPiece, kStep = kWarpSize / kPieces;
+  const int lane = threadIdx.x % kWarpSize, first_column = lane % kPieces * kPiece;
   if (first_column >= num_columns) return;
-  for (int w = threadIdx.x / kPieces; w < p.w.input; w += step) {
-    copy_async_16(to + w * kColumns + first_column, from + static_cast<int64_t>(w) * p.num_channels + first_column);
-  }
+  w += lane / kPieces;
+  from += static_cast<int64_t>(w) * p.num_channels + first_column;
+  to += w * kColumns + first_column;
+  const int64_t from_step = static_cast<int64_t>(kStep) * p.num_channels;
+#pragma unroll 4
+  for (; w < end; w += kStep, from += from_step, to += kStep * kColumns) copy_async_16(to, from);
 }
 
 // The same one element at a time: for channels that are not aligned to 16 bytes, and with an addend that varies within a channel.
-template <typename T, typename Held, int kColumns>
-__device__ __forceinline__ void load_row(const Problem& p, const T* from, Held* to, int num_columns, int64_t n, int first_channel, int d, int h) {
-  constexpr bool kAddend = !std::is_same_v<T, Held>;
-  const int lane = threadIdx.x % kWarpSize, num_warps = blockDim.x / kWarpSize;
-  for (int column = lane; column < num_columns; column += kWarpSize) {
+template <typename T, bool kAddend, typename Held, int kColumns>
+__device__ __forceinline__ void load_positions(const Problem& p, const T* from, Held* to, int w, int end, int num_columns, int64_t n,
+                                               int first_channel, int d, int h) {
+  for (int column = threadIdx.x % kWarpSize; column < num_columns; column += kWarpSize) {
     const float constant = kAddend ? channel_constant<T>(p, n, first_channel + column) : 0.f;
 #pragma unroll 4
-    for (int w = threadIdx.x / kWarpSize; w < p.w.input; w += num_warps) {
-      const T value = from[static_cast<int64_t>(w) * p.num_channels + column];
-      if constexpr (kAddend) to[w * kColumns + column] = to_float(value) + constant + element_addend<T>(p, n, first_channel + column, d, h, w);
-      else to[w * kColumns + column] = value;
+    for (int at = w; at < end; ++at) {
+      const T value = from[static_cast<int64_t>(at) * p.num_channels + column];
+      if constexpr (kAddend) to[at * kColumns + column] = to_float(value) + constant + element_addend<T>(p, n, first_channel + column, d, h, at);
+      else to[at * kColumns + column] = value;
     }
   }
 }
@@ -159,15 +155,16 @@ __device__ __forceinline__ void pool_tile_row(const Problem& p, const ChannelsGr
 
 // kPairs: every window is whole and takes two positions along w, side by side. kAddend: the addend varies within a channel.
 template <typename T, bool kPairs, bool kAddend>
-__global__ void channels_last_kernel(const __grid_constant__ Problem p, const __grid_constant__ ChannelsGrid grid) {
+__global__ void __maxnreg__(kChannelsRegisters) channels_last_kernel(const __grid_constant__ Problem p, const __grid_constant__ ChannelsGrid grid) {
   constexpr int kColumns = kLineChannels<T>, kChannels = kColumns / kWarpSize;
   using Held = std::conditional_t<kAddend, float, T>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  const ChannelsShared at(grid, p.window_rows(), p.w.input, kColumns, sizeof(Held));
-  Held* values = reinterpret_cast<Held*>(shared + at.values);
-  float2* statistics = reinterpret_cast<float2*>(shared + at.statistics);
-  float *tile = reinterpret_cast<float*>(shared + at.tile), *norm_weight = reinterpret_cast<float*>(shared + at.norm_params);
-  float *norm_bias = norm_weight + grid.padded_width, *poison = reinterpret_cast<float*>(shared + at.poison);
+  extern __shared__ __align__(16) float shared[];
+  char* const bytes = reinterpret_cast<char*>(shared);
+  const ChannelsShared& at = grid.shared;
+  Held* values = reinterpret_cast<Held*>(bytes + at.values);
+  float2* statistics = reinterpret_cast<float2*>(bytes + at.statistics);
+  float *tile = reinterpret_cast<float*>(bytes + at.tile), *norm_weight = reinterpret_cast<float*>(bytes + at.norm_params);
+  float *norm_bias = norm_weight + grid.padded_width, *poison = reinterpret_cast<float*>(bytes + at.poison);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
   const int value_row = p.w.input * kColumns;
 
@@ -176,26 +173,25 @@ __global__ void channels_last_kernel(const __grid_constant__ Problem p, const __
   const int first_channel = channel_tile * kColumns, num_columns = min(kColumns, p.num_channels - first_channel);
   const int first_row = row_block * grid.rows_per_block, num_rows = min(grid.rows_per_block, grid.rows_per_sample - first_row);
   const T* sample = static_cast<const T*>(p.input) + n * p.volume_size * p.num_channels + first_channel;
-  const bool aligned = !kAddend && p.channels_are_aligned;
 
+  // A warp copies a row, or a part of one where there are fewer rows than warps.
 #pragma unroll 1
-  for (int i = 0; i < num_rows; ++i) {
-    const OutputRow row(p, grid, first_row + i);
-    Held* to = values + i * p.window_rows() * value_row;
-#pragma unroll 1
-    for (int d = row.d.begin; d < row.d.end; ++d) {
-#pragma unroll 1
-      for (int h = row.h.begin; h < row.h.end; ++h, to += value_row) {
-        const T* from = sample + (static_cast<int64_t>(d) * p.h.input + h) * p.next_row;
-        if constexpr (!kAddend) {
-          if (aligned) {
-            copy_row<T, kColumns>(p, from, to, num_columns);
-            continue;
-          }
-        }
-        load_row<T, Held, kColumns>(p, from, to, num_columns, n, first_channel, d, h);
+  for (int i = warp; i < num_rows * p.window_rows() * grid.copy_parts; i += num_warps) {
+    uint32_t part, r;
+    const int item = grid.by_copy_parts.divide(i, part);
+    const OutputRow<kPairs> row(p, grid, first_row + grid.by_window_rows.divide(item, r));
+    if (!kPairs && static_cast<int>(r) >= row.num_rows()) continue;
+    const auto [d, h] = row.position(grid, r);
+    const int w = part * grid.copy_width, end = min(w + grid.copy_width, p.w.input);
+    const T* from = sample + (static_cast<int64_t>(d) * p.h.input + h) * p.next_row;
+    Held* to = values + item * value_row;
+    if constexpr (!kAddend) {
+      if (p.channels_are_aligned) {
+        copy_positions<T, kColumns>(p, from, to, w, end, num_columns);
+        continue;
       }
     }
+    load_positions<T, kAddend, Held, kColumns>(p, from, to, w, end, num_columns, n, first_channel, d, h);
   }
   stage_norm_params<T>(p, kPairs, norm_weight, norm_bias);
   if (threadIdx.x < kColumns) {
@@ -207,8 +203,8 @@ __global__ void channels_last_kernel(const __grid_constant__ Problem p, const __
 
   for (int i = warp; i < num_rows * p.window_rows(); i += num_warps) {
     uint32_t r;
-    const OutputRow row(p, grid, first_row + grid.by_window_rows.divide(i, r));
-    if (static_cast<int>(r) >= row.num_rows()) continue;
+    const int row_in_block = grid.by_window_rows.divide(i, r);
+    if (!kPairs && static_cast<int>(r) >= OutputRow<false>(p, grid, first_row + row_in_block).num_rows()) continue;
     const int column = lane * kChannels;
     take_statistics<Held, kChannels, kColumns>(p, values + i * value_row + column, poison + column, statistics + i * kColumns + column);
   }
@@ -218,7 +214,7 @@ __global__ void channels_last_kernel(const __grid_constant__ Problem p, const __
   for (int i = warp; i < num_rows * segments; i += num_warps) {
     uint32_t segment;
     const int row_in_block = grid.by_segments.divide(i, segment), first_w = segment * kSegment;
-    const int window_rows = OutputRow(p, grid, first_row + row_in_block).num_rows();
+    const int window_rows = OutputRow<kPairs>(p, grid, first_row + row_in_block).num_rows();
     const Held* from = values + row_in_block * p.window_rows() * value_row + first_w * kColumns + lane * kChannels;
     const float2* moments = statistics + row_in_block * p.window_rows() * kColumns + lane * kChannels;
     float sum[kSegment][kChannels] = {};
@@ -259,7 +255,7 @@ __global__ void channels_last_kernel(const __grid_constant__ Problem p, const __
 
 #pragma unroll 1
   for (int i = 0; i < num_rows; ++i) {
-    const OutputRow row(p, grid, first_row + i);
+    const OutputRow<kPairs> row(p, grid, first_row + i);
     const float* from = tile + i * kColumns * grid.tile_stride;
     const int64_t to = ((n * p.num_channels + first_channel) * grid.rows_per_sample + first_row + i) * p.w.output;
     if constexpr (!kPairs) {

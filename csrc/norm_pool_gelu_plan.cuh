@@ -24,13 +24,25 @@ struct RowsPlan {
   std::string describe() const;
 };
 
-// channels_last_3d, norm over W: lanes along channels (norm_pool_gelu_channels_last.cuh).
+constexpr int kSegment = 16;     // channels_last: positions of W that a thread has in registers
+constexpr int kLineBytes = 128;  // channels_last: what a block takes of every position
+
+template <typename T>
+constexpr int kLineChannels = kLineBytes / static_cast<int>(sizeof(T));
+
+// Byte offsets into a block's shared memory. Values end in a spare segment, because the last segment of a row reads past the row.
+struct ChannelsShared {
+  int64_t values, statistics, tile, norm_params, poison, total;
+};
+
+// channels_last_3d, norm over W: the rows of a window in shared memory (norm_pool_gelu_channels_last.cuh).
 struct ChannelsPlan {
-  int channels;        // of a lane: 4 bytes' worth where every pixel is aligned to them, else 1
-  int width;           // positions of W that a thread holds
-  int rows_in_flight;
-  bool exact;          // every thread holds `width` positions; windows of two along w, pooled in registers
-  int warps_per_row, rows_per_block;
+  int rows_per_block;  // output rows
+  int threads;
+  bool pairs;          // windows of two along w, pooled in registers
+  int padded_width;    // W, rounded up to segments
+  int tile_stride;     // floats from one channel to the next in the tile of outputs
+  ChannelsShared shared;
 
   std::string describe() const;
 };
@@ -72,24 +84,43 @@ inline std::optional<RowsPlan> plan_rows(const Problem& p, int element_size) {
   if (vecs * vec_len > (vec_len == 8 ? 2 * kMostValues : kMostValues)) return std::nullopt;
   int lanes = 1;
   while (lanes * vecs * vec_len < p.w.input) lanes *= 2;
-  const bool pairs = vec_len > 1 && p.whole_windows && p.w.kernel == 2 && p.w.stride == 2 && p.addend_is_per_channel;
+  const bool pairs = vec_len > 1 && p.pools_pairs();
   const bool exact = pairs && vec_len > 2 && lanes * vecs * vec_len == p.w.input;
   const bool two_rows = (vecs * vec_len <= 8 || (vec_len == 8 && vecs == 2)) && p.addend_is_per_channel;
   return RowsPlan{vec_len, vecs, lanes, two_rows && (p.window_rows() > 1 || vec_len <= 2) ? 2 : 1, pairs, exact};
 }
 
-// 16 positions a thread: with 8, twice as many warps merge their moments. Rows that need few warps share a block of four.
-inline std::optional<ChannelsPlan> plan_channels(const Problem& p, int element_size) {
-  constexpr int kUsualWarps = 4, kMostWarps = 16;
-  const int width = p.w.input <= 8 ? 8 : 16;
-  if (!p.channels_last || p.norm_ndim != 1 || p.w.input > kMostWarps * width) return std::nullopt;
-  const int per_lane = 4 / element_size;
-  const int channels = rows_are_aligned(p.input, p.num_channels, per_lane, element_size) ? per_lane : 1;
-  if (ceil_div(p.num_channels, channels * kWarpSize) * p.output_rows() > INT32_MAX) return std::nullopt;
-  const int warps = static_cast<int>(ceil_div(p.w.input, width));
-  const bool pairs = p.whole_windows && p.w.kernel == 2 && p.w.stride == 2 && channels == per_lane;
-  const bool exact = pairs && p.w.input % width == 0 && p.addend_is_per_channel;
-  return ChannelsPlan{channels, width, p.addend_is_per_channel ? 2 : 1, exact, warps, std::max(1, kUsualWarps / warps)};
+inline ChannelsShared channels_shared(const Problem& p, const ChannelsPlan& plan, int channels, int value_bytes) {
+  const int64_t input_rows = int64_t{plan.rows_per_block} * p.window_rows(), float_size = sizeof(float);
+  ChannelsShared at{};
+  at.statistics = at.values + (input_rows * p.w.input + kSegment) * channels * value_bytes;
+  at.tile = at.statistics + input_rows * channels * static_cast<int64_t>(sizeof(float2));
+  at.norm_params = at.tile + int64_t{plan.rows_per_block} * channels * plan.tile_stride * float_size;
+  at.poison = at.norm_params + 2 * plan.padded_width * float_size;
+  at.total = at.poison + channels * float_size;
+  return at;
+}
+
+// Output rows until a block has 32 KB of input, so that five blocks share a multiprocessor; more threads where one row takes more.
+inline std::optional<ChannelsPlan> plan_channels(const Problem& p, int element_size, int max_shared_bytes) {
+  constexpr int64_t kUsualBytes = 32 * 1024, kBytesPerThread = 256, kMostRows = 32;
+  constexpr int kFewestThreads = 128, kMostThreads = 512;
+  const int channels = kLineBytes / element_size, float_size = sizeof(float), out_size = p.output_is_float ? float_size : element_size;
+  const int64_t blocks_per_sample = ceil_div(p.num_channels, channels) * p.output_rows();
+  if (!p.channels_last || p.norm_ndim != 1 || blocks_per_sample > INT32_MAX) return std::nullopt;
+  const int value_bytes = p.addend_is_per_channel ? element_size : float_size;
+  const int64_t window_bytes = int64_t{p.window_rows()} * p.w.input * channels * value_bytes;
+  ChannelsPlan plan{};
+  plan.rows_per_block = static_cast<int>(std::clamp(kUsualBytes / window_bytes, int64_t{1}, std::min(p.output_rows(), kMostRows)));
+  plan.pairs = p.pools_pairs();
+  plan.padded_width = static_cast<int>(ceil_div(p.w.input, kSegment)) * kSegment;
+  // Odd, so that lanes hit different banks with single floats; 16 bytes past the outputs, so that they do with 16 bytes each.
+  plan.tile_stride = plan.pairs ? (plan.padded_width / 2 * out_size + kVecBytes) / float_size : plan.padded_width | 1;
+  plan.shared = channels_shared(p, plan, channels, value_bytes);
+  if (plan.shared.total > max_shared_bytes) return std::nullopt;
+  plan.threads = kFewestThreads;
+  while (plan.threads < kMostThreads && 2 * plan.threads * kBytesPerThread <= plan.shared.total) plan.threads *= 2;
+  return plan;
 }
 
 inline std::optional<BlockPlan> plan_block(const Problem& p, int element_size) {
@@ -97,9 +128,10 @@ inline std::optional<BlockPlan> plan_block(const Problem& p, int element_size) {
   if (p.channels_last || p.norm_ndim > 3) return std::nullopt;
   const int64_t size = p.group_size();
   const int64_t blocks = p.num_n * p.num_channels * (p.norm_ndim <= 2 ? p.d.output : 1) * (p.norm_ndim == 1 ? p.h.output : 1);
-  if (blocks > INT32_MAX || size > kManyValues * kMostThreads) return std::nullopt;
-  const int values = size <= kFewValues * kMostThreads ? kFewValues : kManyValues;
   const bool aligned = rows_are_aligned(p.input, size, kVecBytes / element_size, element_size);
+  const int most_values = aligned ? kManyValues : kFewValues;
+  if (blocks > INT32_MAX || size > most_values * kMostThreads) return std::nullopt;
+  const int values = size <= kFewValues * kMostThreads ? kFewValues : kManyValues;
   const int threads = static_cast<int>(ceil_div(size, values * kWarpSize)) * kWarpSize;
   return BlockPlan{aligned ? kVecBytes / element_size : 1, values, threads};
 }
@@ -116,9 +148,9 @@ inline StatisticsPlan plan_statistics(const Problem& p) {
   return {unit_size, chunk_size};
 }
 
-inline Plan make_plan(const Problem& p, int element_size) {
+inline Plan make_plan(const Problem& p, int element_size, int max_shared_bytes) {
   if (const auto plan = plan_rows(p, element_size)) return *plan;
-  if (const auto plan = plan_channels(p, element_size)) return *plan;
+  if (const auto plan = plan_channels(p, element_size, max_shared_bytes)) return *plan;
   if (const auto plan = plan_block(p, element_size)) return *plan;
   return plan_statistics(p);
 }
@@ -134,8 +166,8 @@ inline std::string RowsPlan::describe() const {
 
 inline std::string ChannelsPlan::describe() const {
   std::ostringstream text;
-  text << "channels(channels=" << channels << ", width=" << width << ", rows_in_flight=" << rows_in_flight << ", exact=" << exact
-       << ", warps_per_row=" << warps_per_row << ", rows_per_block=" << rows_per_block << ")";
+  text << "channels(rows_per_block=" << rows_per_block << ", threads=" << threads << ", pairs=" << pairs
+       << ", shared_bytes=" << shared.total << ")";
   return text.str();
 }
 

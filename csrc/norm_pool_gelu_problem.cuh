@@ -51,11 +51,11 @@ struct Problem {
   int norm_ndim = 1;
   bool channels_last = false;
   bool channels_are_aligned = false;  // channels_last: every position is to 16 bytes
-  float inverse_group_size = 1.f;  // 1 / number of elements that share a mean
-  bool whole_windows = true;       // no window is cut off by an edge, so that all share one divisor
-  float inverse_divisor = 1.f;     // of whole windows
+  float inverse_group_size = 1.f;     // 1 / number of elements that share a mean
+  bool whole_windows = true;          // no window is cut off by an edge, so that all share one divisor
+  float inverse_divisor = 1.f;        // of whole windows
   bool count_include_pad = true;
-  float divisor_override = 0.f;    // 0: none
+  float divisor_override = 0.f;       // 0: none
   bool gelu_is_tanh = false;
   bool output_is_float = false;
 
@@ -73,6 +73,8 @@ struct Problem {
     return size;
   }
   __host__ __device__ int window_rows() const { return d.kernel * h.kernel; }
+  // Every window takes two positions along w, side by side, so that a thread can pool what it holds.
+  bool pools_pairs() const { return whole_windows && w.kernel == 2 && w.stride == 2 && addend_is_per_channel; }
 };
 
 // What is added to every element of channel c of sample n. Where a norm group lies in one channel it drops out of the result, unless
@@ -94,7 +96,8 @@ __device__ __forceinline__ float element_addend(const Problem& p, int64_t n, int
   return p.addend_scale * p.addend.at<T>(p.addend_strides.at(n, c, d, h, w));
 }
 
-// The affine part of the norm at kLen consecutive elements of a norm group, from a multiple of kLen.
+// The affine part of the norm at kLen consecutive elements of a norm group, from a multiple of kLen. Kernels that pool in registers apply it
+// to the sum of a window's rows: an infinite weight then gives inf where eager, which adds inf and -inf, may give nan.
 template <typename T, int kLen>
 __device__ __forceinline__ void load_norm_params(const Problem& p, int64_t index, float (&weight)[kLen], float (&bias)[kLen]) {
 #pragma unroll

@@ -34,9 +34,10 @@ struct Channel {
 };
 
 template <typename T>
-__device__ __forceinline__ Channel channel_of(const Problem& p, const RowsGrid& grid, uint32_t volume_idx) {
+__device__ __forceinline__ Channel channel_of(const Problem& p, const RowsGrid& grid, uint32_t row_idx) {
   Channel channel;
-  channel.n = grid.first_n + grid.by_c.divide(volume_idx, channel.c);
+  uint32_t od, oh;
+  channel.n = grid.first_n + grid.by_c.divide(grid.by_od.divide(grid.by_oh.divide(row_idx, oh), od), channel.c);
   channel.constant = channel_constant<T>(p, channel.n, channel.c);
   return channel;
 }
@@ -69,17 +70,16 @@ __global__ void __launch_bounds__(kRowsThreads)
   constexpr bool kPairs = kMode != RowsMode::General, kExact = kMode == RowsMode::Exact;
   extern __shared__ __align__(16) float shared[];
   float *norm_weight = shared, *norm_bias = shared + p.w.input;
-  stage_norm_params<T>(p, kPairs, norm_weight, norm_bias);
-  const bool suspect = !kAddend && may_be_infinite<T>(p);
 
   const int first_w = (threadIdx.x & (grid.lanes - 1)) * kVec, vec_stride = grid.lanes * kVec;
   const int group = threadIdx.x >> grid.log2_lanes;
-  const uint32_t row_idx = blockIdx.x * (kRowsThreads >> grid.log2_lanes) + group;
-  const bool live = row_idx < grid.num_rows;  // the last block's spare groups redo row 0 and store nothing
+  const uint32_t group_idx = blockIdx.x * (kRowsThreads >> grid.log2_lanes) + group;
+  const bool live = group_idx < grid.num_rows;  // the last block's spare groups redo row 0 and store nothing
+  const uint32_t row_idx = live ? group_idx : 0;
   uint32_t oh, od;
-  const uint32_t volume_idx = grid.by_od.divide(grid.by_oh.divide(live ? row_idx : 0, oh), od);
+  const uint32_t volume_idx = grid.by_od.divide(grid.by_oh.divide(row_idx, oh), od);
   Channel channel;
-  if constexpr (kAddend) channel = channel_of<T>(p, grid, volume_idx);
+  if constexpr (kAddend) channel = channel_of<T>(p, grid, row_idx);
   const T* volume = static_cast<const T*>(p.input) + (grid.first_volume + volume_idx) * p.volume_size + first_w;
   bool holds[kVecs];
 #pragma unroll
@@ -163,8 +163,11 @@ __global__ void __launch_bounds__(kRowsThreads)
     }
   }
 
+  // Not before the loop: these loads would go out before the input's, and a thread would wait for them first.
+  stage_norm_params<T>(p, kPairs, norm_weight, norm_bias);
+  const bool suspect = !kAddend && may_be_infinite<T>(p);
   if (__syncthreads_or(suspect)) {
-    const float constant = channel_of<T>(p, grid, volume_idx).constant, poison = constant - constant;
+    const float constant = channel_of<T>(p, grid, row_idx).constant, poison = constant - constant;
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
 #pragma unroll
@@ -192,7 +195,8 @@ __global__ void __launch_bounds__(kRowsThreads)
       float bias[kVec];
       load_staged(norm_bias + w, bias);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) summed_row[w + j] = fmaf(sum[v][j], weight[j], num_summed * bias[j]);
+      for (int j = 0; j < kVec; ++j) sum[v][j] = fmaf(sum[v][j], weight[j], num_summed * bias[j]);
+      store_as(summed_row + w, sum[v]);
     }
   }
   if constexpr (kPairs) return;

@@ -12,6 +12,7 @@ namespace fxfuse::norm_pool_gelu {
 
 constexpr int kStatisticsThreads = 256;
 constexpr int kStatisticsBatch = 8;  // elements a thread loads before it uses the first
+constexpr int kMergeMaxThreads = 1024;
 constexpr int kPoolTile = 32;        // channels and outputs of a block in the channels_last pooling pass
 
 // Mean and centred sum of squares of `count` values; merging two never subtracts large numbers (Chan et al.).
@@ -46,7 +47,8 @@ struct RunningMoments {
 struct Statistics {
   float2* groups = nullptr;          // mean, rstd
   RunningMoments* chunks = nullptr;  // null where every group is one chunk
-  int64_t num_groups = 1, chunks_per_group = 1, merge_stride = 1;
+  int64_t num_groups = 1, chunks_per_group = 1;
+  uint32_t merge_stride = 1;
   int64_t unit_size = 1, chunk_size = 1;  // unit: the positions of one channel in one group
   int64_t units_per_channel = 1, chunks_per_unit = 1;
   Affine input, group, param;  // offset of an element, index of its group, index of its norm parameters
@@ -82,12 +84,14 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   const T* input = static_cast<const T*>(p.input) + chunk.n * s.input.n + chunk.c * s.input.c;
   const bool addend_varies = p.addend && !p.addend_is_per_channel;
   const float constant = channel_constant<T>(p, chunk.n, chunk.c);
+  const int64_t stride = kLanes == 1 ? s.input.w : 1;
   RunningMoments moments;
   for (int64_t i = chunk.begin + lane; i < chunk.end; i += kStatisticsBatch * kLanes) {
     float y[kStatisticsBatch];
     const int num = min((chunk.end - i + kLanes - 1) / kLanes, static_cast<int64_t>(kStatisticsBatch));
+    const T* from = input + i * stride;
 #pragma unroll
-    for (int k = 0; k < kStatisticsBatch; ++k) y[k] = k < num ? to_float(input[(i + k * kLanes) * s.input.w]) + constant : 0.f;
+    for (int k = 0; k < kStatisticsBatch; ++k) y[k] = k < num ? to_float(from[k * kLanes * stride]) + constant : 0.f;
     if (addend_varies) {
 #pragma unroll 1
       for (int k = 0; k < num; ++k) {
@@ -112,29 +116,30 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   else s.groups[chunk.index] = make_float2(moments.mean, rsqrtf(moments.square / moments.count + p.eps));
 }
 
-// A warp a group. In double, because a group of 2^31 elements has a million chunks.
-__global__ void __launch_bounds__(kStatisticsThreads)
+// A block a group. In double, because a group of 2^31 elements has a million chunks.
+__global__ void __launch_bounds__(kMergeMaxThreads)
     merge_chunks_kernel(const __grid_constant__ Problem p, const __grid_constant__ Statistics s) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t group = static_cast<int64_t>(blockIdx.x) * (kStatisticsThreads / kWarpSize) + threadIdx.x / kWarpSize;
-  if (group >= s.num_groups) return;
   // Groups that share their chunks' index range alternate in it (channels of channels_last); others follow each other.
-  const RunningMoments* chunks = s.chunks + group / s.merge_stride * s.merge_stride * s.chunks_per_group + group % s.merge_stride;
-  const auto chunk_at = [&](int64_t i) { return chunks[i * s.merge_stride]; };
+  const uint32_t group = blockIdx.x, stride = s.merge_stride;
+  const int64_t first = static_cast<int64_t>(group / stride * stride) * s.chunks_per_group + group % stride;
+  const auto chunk_at = [&](int64_t i) { return s.chunks[first + i * stride]; };
+  __shared__ double scratch[kWarpSize];
   double count = 0., mean = 0., square = 0.;
-  for (int64_t i = lane; i < s.chunks_per_group; i += kWarpSize) {
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < s.chunks_per_group; i += blockDim.x) {
     const RunningMoments m = chunk_at(i);
     count += m.count;
     mean += static_cast<double>(m.count) * m.mean;
   }
-  count = warp_sum(count);
-  mean = warp_sum(mean) / count;
-  for (int64_t i = lane; i < s.chunks_per_group; i += kWarpSize) {
+  count = block_sum(count, scratch);
+  mean = block_sum(mean, scratch) / count;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < s.chunks_per_group; i += blockDim.x) {
     const RunningMoments m = chunk_at(i);
     square += m.square + m.count * (m.mean - mean) * (m.mean - mean);
   }
-  square = warp_sum(square);
-  if (lane == 0) s.groups[group] = make_float2(static_cast<float>(mean), rsqrtf(static_cast<float>(square / count) + p.eps));
+  square = block_sum(square, scratch);
+  if (threadIdx.x == 0) s.groups[group] = make_float2(static_cast<float>(mean), rsqrtf(static_cast<float>(square / count) + p.eps));
 }
 
 template <typename T>
@@ -165,25 +170,25 @@ __device__ __forceinline__ float normalise_and_pool(const Problem& p, const Stat
 template <typename T>
 __global__ void __launch_bounds__(kStatisticsThreads)
     pool_contiguous_kernel(const __grid_constant__ Problem p, const __grid_constant__ Statistics s) {
-  const int64_t channel_size = p.output_spatial(), blocks_per_channel = (channel_size + kStatisticsThreads - 1) / kStatisticsThreads;
-  const int64_t channel = blockIdx.x / blocks_per_channel, n = channel / p.num_channels;
-  const int64_t output = blockIdx.x % blocks_per_channel * kStatisticsThreads + threadIdx.x;
+  const uint32_t channel_size = p.output_spatial(), blocks_per_channel = (channel_size + kStatisticsThreads - 1) / kStatisticsThreads;
+  const uint32_t channel = blockIdx.x / blocks_per_channel, n = channel / p.num_channels, c = channel % p.num_channels;
+  const uint32_t output = blockIdx.x % blocks_per_channel * kStatisticsThreads + threadIdx.x;
   if (output >= channel_size) return;
-  const int c = channel % p.num_channels;
   const float pooled = normalise_and_pool<T>(p, s, n, c, channel_constant<T>(p, n, c), output);
-  store_gelu<T>(p, channel * channel_size + output, pooled);
+  store_gelu<T>(p, static_cast<int64_t>(channel) * channel_size + output, pooled);
 }
 
 // Lanes along channels to read, along outputs to write; a tile of 32 x 32 in shared memory turns one into the other.
 template <typename T>
-__global__ void __launch_bounds__(kStatisticsThreads)
+__global__ void __maxnreg__(64)
     pool_channels_last_kernel(const __grid_constant__ Problem p, const __grid_constant__ Statistics s) {
   __shared__ float tile[kPoolTile][kPoolTile + 1];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int64_t channel_size = p.output_spatial();
-  const int64_t channel_tiles = (p.num_channels + kPoolTile - 1) / kPoolTile, output_tiles = (channel_size + kPoolTile - 1) / kPoolTile;
+  const uint32_t channel_size = p.output_spatial();
+  const uint32_t channel_tiles = (p.num_channels + kPoolTile - 1) / kPoolTile, output_tiles = (channel_size + kPoolTile - 1) / kPoolTile;
+  const uint32_t rest = blockIdx.x / channel_tiles, first_o = rest % output_tiles * kPoolTile;
   const int first_c = blockIdx.x % channel_tiles * kPoolTile, c = first_c + lane;
-  const int64_t rest = blockIdx.x / channel_tiles, n = rest / output_tiles, first_o = rest % output_tiles * kPoolTile;
+  const int64_t n = rest / output_tiles;
   const float constant = c < p.num_channels ? channel_constant<T>(p, n, c) : 0.f;
 #pragma unroll 1
   for (int i = warp; i < kPoolTile; i += kStatisticsThreads / kWarpSize) {

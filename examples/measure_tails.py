@@ -1,4 +1,4 @@
-"""Tail ops on a GPU: bandwidth beside a copy's, and both headline models through torch.compile beside eager and Inductor.
+"""Tail ops on a GPU: bandwidth beside a copy's; both headline models through torch.compile beside eager and Inductor.
 
     python examples/measure_tails.py --out examples/results/tails_h200.json
 
@@ -25,6 +25,7 @@ from fxfuse.measure import fp64_result, medians, paired_times, relative_error
 from fxfuse.report import reports
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "tf32"), (torch.float16, "tf32"))
 LAYOUTS = ("contiguous", "channels_last")
 CONV_OUTPUTS = {"norm_pool_gelu": (32, 64, 32, 64, 64), "gelu_pool": (128, 64, 254, 254)}
 
@@ -66,15 +67,16 @@ def bandwidths(rounds: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def models(rounds: int, dtypes: tuple[torch.dtype, ...]) -> Iterator[dict[str, Any]]:
-    """Each headline model through torch.compile."""
-    for headline, dtype, layout in itertools.product(HEADLINES, dtypes, LAYOUTS):
-        print(f"{headline.chain} {dtype} {layout}", file=sys.stderr, flush=True)
-        yield model_row(headline, dtype, layout, rounds)
+def models(rounds: int) -> Iterator[dict[str, Any]]:
+    """Each headline model through torch.compile; fp32 with cuDNN's TF32 allowed (torch's default) and not."""
+    for headline, (dtype, precision), layout in itertools.product(HEADLINES, KINDS, LAYOUTS):
+        print(f"{headline.chain} {dtype} {precision} {layout}", file=sys.stderr, flush=True)
+        torch.backends.cudnn.conv.fp32_precision = precision
+        yield {"precision": precision if dtype == torch.float32 else "", **model_row(headline, dtype, layout, rounds)}
 
 
 def model_row(headline: Headline, dtype: torch.dtype, layout: str, rounds: int) -> dict[str, Any]:
-    """Times, errors and peak memory of one headline model in one dtype and layout."""
+    """Times and errors of one headline model in one dtype and layout."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     device = torch.device("cuda")
@@ -110,15 +112,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=30, help="rounds of paired calls")
-    parser.add_argument("--all-dtypes", action="store_true", help="models in fp16 too")
     arguments = parser.parse_args()
     library.load("cuda")
     with torch.no_grad():
         tails = list(bandwidths(arguments.rounds))
         print(tabulate([list(row.values()) for row in tails], headers=list(tails[0]), floatfmt=".3f"), flush=True)
-        rows = list(models(arguments.rounds, DTYPES if arguments.all_dtypes else DTYPES[:2]))
+        rows = list(models(arguments.rounds))
     table = [
-        (r["chain"], r["dtype"], r["layout"], *r["ms"].values(), r["always_over_inductor"], r["auto_over_inductor"], r["error"]["eager"],
+        (r["chain"], f"{r['dtype']} {r['precision']}", r["layout"], *r["ms"].values(), r["always_over_inductor"], r["auto_over_inductor"], r["error"]["eager"],
          r["error"]["always"], ",".join(r["op"]["auto"]) or "inductor")
         for r in rows
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import engine, torch_private
+from . import engine, precision, torch_private
 from .build import build_hash
 from .chain import chain_names
 from .options import Options, split
@@ -38,8 +38,7 @@ def fxfuse(
     try:
         if gm.graph is original:
             return inductor(gm, example_inputs)
-        with _cache_key(gm.graph):
-            return inductor(gm, example_inputs)
+        return precision.compiled(gm, example_inputs, lambda inputs: _compiled(gm, inputs, inductor))
     except Exception:
         if own.strict or gm.graph is original:
             raise
@@ -68,6 +67,11 @@ def fuse_in_place(gm: fx.GraphModule, options: Options) -> Report:
         log.exception("fxfuse: an exception in its own pass; the graph goes to Inductor as it was. Please report this.")
         return Report(graphs=1, stopped=f"an exception inside fxfuse: {type(error).__name__}: {error}")
     return report
+
+
+def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], inductor: Callable[..., Any]) -> Callable[..., Any]:
+    with _cache_key(gm.graph):
+        return inductor(gm, example_inputs)
 
 
 def _devices(graph: fx.Graph) -> set[str]:

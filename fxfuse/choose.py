@@ -1,7 +1,9 @@
 """Choosing: for a match, the first implementation whose conditions hold and that is predicted not to be slower than Inductor.
 
-A prediction is a roofline: time = bytes / bandwidth + kernels * launch, with the rates of a device fitted to a committed sweep
-(`examples/results/`). On a device with no fitted rates the bytes alone decide, with a margin, and the report says so.
+A prediction is a sum: bytes / bandwidth + operations / their rate + kernels * launch, with the rates of a device measured in committed
+result files (`examples/results/`). What Inductor would do is counted by its floor, the larger of its bytes and its operations at the
+device's ceiling: a fused convolution is taken only where it beats a convolution that no library reaches. On a device that was never
+measured the bytes decide, with a margin, and the report says so.
 """
 
 from __future__ import annotations
@@ -11,26 +13,39 @@ from dataclasses import dataclass
 
 import torch
 
-# On a device that was never measured a kernel must save this share of the bytes that Inductor moves after the convolution.
+# On a device that was never measured an op must save this share of the bytes that Inductor moves.
 UNMEASURED_MARGIN = 0.2
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a chain costs after its convolution: bytes moved through memory, and kernels launched, by fxfuse and by Inductor."""
+    """What an implementation and what Inductor would move and launch for the same part of a chain.
+
+    flops: operations of a convolution inside the op, or as many as take as long; 0 for a tail op. kernel: whose rate holds for them.
+    inductor_flops: operations of the convolution that Inductor would call. operand: what it multiplies, whose ceiling holds for them.
+    """
 
     bytes: int
     kernels: int
     inductor_bytes: int
     inductor_kernels: int
+    flops: float = 0.0
+    kernel: str = ""
+    inductor_flops: float = 0.0
+    operand: str = ""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A measured device. bandwidth: bytes a microsecond that the ops reach. launch: microseconds a kernel costs at least."""
+    """A measured device. bandwidth: bytes a microsecond that the ops reach. launch: microseconds a kernel costs at least.
+
+    flops: operations a microsecond, by kernel. ceilings: the most that any kernel reaches on the device, by operand.
+    """
 
     bandwidth: float
     launch: float
+    flops: Mapping[str, float]
+    ceilings: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -47,27 +62,57 @@ def decide(cost: Cost, rates: Rates | None, select: str) -> Choice:
         return Choice(True, 'select="always"')
     if rates is None:
         return _by_bytes(cost)
-    own = cost.bytes / rates.bandwidth + cost.kernels * rates.launch
-    inductor = cost.inductor_bytes / rates.bandwidth + cost.inductor_kernels * rates.launch
-    return Choice(own <= inductor, f"predicted {own:.0f} us after the convolution, Inductor {inductor:.0f} us")
+    if cost.flops and cost.kernel not in rates.flops:
+        return Choice(False, f"the {cost.kernel} kernel was not measured on this device")
+    work = cost.flops / rates.flops[cost.kernel] if cost.flops else 0.0
+    own = cost.bytes / rates.bandwidth + work + cost.kernels * rates.launch
+    floor = cost.inductor_flops / rates.ceilings[cost.operand] if cost.inductor_flops else 0.0
+    inductor = max(cost.inductor_bytes / rates.bandwidth, floor) + cost.inductor_kernels * rates.launch
+    return Choice(own <= inductor, f"predicted {own:.0f} us, Inductor at least {inductor:.0f} us")
 
 
 def _by_bytes(cost: Cost) -> Choice:
+    if cost.flops:
+        return Choice(False, "a fused convolution is not taken on a device that was not measured")
     saved = 1 - cost.bytes / max(cost.inductor_bytes, 1)
     taken = saved >= UNMEASURED_MARGIN
     comparison = "at least" if taken else "less than"
     return Choice(
         taken,
-        f"moves {cost.bytes:,} bytes after the convolution, Inductor {cost.inductor_bytes:,}: saves {saved:.0%}, {comparison} the "
-        f"{UNMEASURED_MARGIN:.0%} asked for on a device that was not measured",
+        f"not measured on this device: moves {cost.bytes:,} bytes after the convolution, Inductor {cost.inductor_bytes:,}; saves "
+        f"{saved:.0%}, {comparison} the {UNMEASURED_MARGIN:.0%} asked for",
     )
 
 
-# Fitted to examples/results/ by `examples/sweep.py`.
-RATES: Mapping[str, Rates] = {}
+# The H200's from examples/results/tails_h200.json and, for a fused convolution's headline model, fused_h200.json.
+RATES: Mapping[str, Rates] = {
+    "NVIDIA H200": Rates(
+        bandwidth=4.0e6,
+        launch=3.0,
+        flops={
+            "conv_norm_pool_gelu hopper tf32": 240e6,
+            "conv_norm_pool_gelu hopper ieee": 108e6,
+            "conv_norm_pool_gelu hopper bfloat16": 330e6,
+            "conv_norm_pool_gelu hopper float16": 330e6,
+            "conv_norm_pool_gelu portable tf32": 69e6,
+            "conv_norm_pool_gelu portable ieee": 33e6,
+            "conv_norm_pool_gelu portable bfloat16": 97e6,
+            "conv_norm_pool_gelu portable float16": 97e6,
+            "conv_gelu_pool hopper tf32": 320e6,
+            "conv_gelu_pool hopper ieee": 158e6,
+            "conv_gelu_pool hopper bfloat16": 425e6,
+            "conv_gelu_pool hopper float16": 425e6,
+            "conv_gelu_pool portable tf32": 217e6,
+            "conv_gelu_pool portable ieee": 96e6,
+            "conv_gelu_pool portable bfloat16": 282e6,
+            "conv_gelu_pool portable float16": 282e6,
+        },
+        ceilings={"tf32": 360e6, "ieee": 51e6, "bfloat16": 694e6, "float16": 694e6},
+    ),
+}
 
 
 def rates_of(device: torch.device) -> Rates | None:
-    """Fitted rates of a device; None for a device that was never measured."""
+    """Measured rates of a device; None for a device that was never measured."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
     return RATES.get(name)

@@ -117,6 +117,14 @@ def needs_data(error: BaseException) -> bool:
     return isinstance(error, DataDependent) or "data pointer" in str(error)
 
 
+def compile_context() -> Callable[[], AbstractContextManager[Any]]:
+    """How to enter the state of the compilation that is going on once more, later: its fake mode and symbolic sizes."""
+    from torch._guards import TracingContext, tracing
+
+    context = TracingContext.try_get()
+    return lambda: tracing(context)
+
+
 def uncompiled(model: Any) -> Any:
     """What `torch.compile` wrapped, if it did: running compiled code on fake tensors would read their memory."""
     model = getattr(model, "_orig_mod", model)

@@ -1,24 +1,32 @@
 """conv -> gelu -> adaptive_avg_pool, or a mean over exactly the spatial dimensions.
 
-The tail op `fxfuse::gelu_pool` takes the convolution's output without bias and returns the pooled result in one pass over it.
+The fused op `fxfuse::conv_gelu_pool` contains the convolution, whose output never reaches memory, and pools whole planes. The tail op
+`fxfuse::gelu_pool` takes the convolution's output without bias and returns the pooled result in one pass over it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxfuse import torch_private
+from fxfuse import precision, torch_private
 from fxfuse.chain import Chain, Condition, Implementation, Step
 from fxfuse.choose import Cost
 from fxfuse.conditions import kernel_dtypes, number_of_bytes, parameter_dtype
+from fxfuse.fused import convolution_flops, fused_convolution, numeric_padding, operand_of
 from fxfuse.ops import define
 from fxfuse.replacement import Emitter
 from fxfuse.values import value_of
 from fxfuse.view import Call
+
+# Padded values of a weight that fit the fused op's workspace.
+MOST_WEIGHTS = 2**19
+# What a GELU and its sum cost an output element, in operations of the matrix units that take as long (examples/results/).
+GELU_FLOPS = 200.0
 
 POOLS = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 
@@ -57,6 +65,34 @@ gelu_pool = define(
 )
 
 
+def conv_gelu_pool_fake(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    keepdim: bool,
+    approximate: str,
+    precision: str,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """The mean of gelu(conv(input, weight, bias)) over all its pixels, as gelu_pool of the convolution would return it.
+
+    precision: "tf32" or "ieee", how fp32 inputs are multiplied.
+    """
+    dims = weight.dim() - 2
+    output = torch.ops.aten.convolution(input, weight, None, stride, padding, dilation, False, [0] * dims, 1)
+    return gelu_pool_fake(output, bias, [1] * dims, keepdim, approximate, out_dtype)
+
+
+conv_gelu_pool = define(
+    "conv_gelu_pool(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool keepdim, "
+    "str approximate, str precision, ScalarType? out_dtype) -> Tensor",
+    conv_gelu_pool_fake,
+)
+
+
 def requires(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:
     """What the chain must be for any implementation: dtypes that kernels exist for, a pool over exactly the spatial dimensions."""
     yield from kernel_dtypes(conv, gelu, pool)
@@ -76,27 +112,87 @@ def requires(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:
         yield not negative, f"the pool's output size {_text(pool.output_size)} is negative"
 
 
+def fused_takes(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:
+    """What the kernels of `csrc/conv_gelu_pool.cu` take (`conv_gelu_pool_takes` there bounds the weights)."""
+    yield from fused_convolution(conv)
+    yield not conv.transposed, "the convolution is transposed"
+    yield pool.word == "mean" or set(pool.output_size) == {1}, f"the pool's output size {_text(pool.output_size)} is not global"
+    c_out, c_in, *kernel = conv.tensor("weight").shape
+    packed = _padded(c_in, 8) * _padded(c_out, 64) * math.prod(kernel)
+    yield packed <= MOST_WEIGHTS, f"the weight of shape {list(conv.tensor('weight').shape)} takes {packed} padded values, over {MOST_WEIGHTS}"
+    image = conv.tensor("input").numel() // max(conv.tensor("input").shape[0], 1) if conv.value.dim() == conv.dims + 2 else conv.tensor("input").numel()
+    yield torch_private.known_true(image < 2**31) or torch_private.hint(image) < 2**28, "an image has 2^31 elements or more"
+
+
+def fused_replace(emit: Emitter, conv: Call, gelu: Call, pool: Call) -> fx.Node:
+    """The whole chain as one op."""
+
+    def pooled(keepdim: bool) -> fx.Node:
+        geometry = [list(conv.stride), numeric_padding(conv), list(conv.dilation)]
+        own = (keepdim, gelu.approximate, precision.current(), _out_dtype(conv, pool))
+        return emit(conv_gelu_pool, conv.input, conv.weight, conv.bias, *geometry, *own)
+
+    return _with_dims(emit, conv, pool, pooled)
+
+
+def fused_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
+    """One read of the convolution's input, and its operations with those of a GELU for each output element. Against it: a convolution that
+    reads its input and writes its output, and a reduction that reads that once."""
+    read, between = number_of_bytes(conv.tensor("input")), 2 * number_of_bytes(conv.value)
+    outputs = math.prod(torch_private.hint(size) for size in conv.value.shape)
+    hopper = set(conv.stride) == {1} and conv.value.shape[1 if conv.value.dim() == conv.dims + 2 else 0] > 32
+    path = "hopper" if hopper and torch.cuda.get_device_properties(conv.value.device).major == 9 else "portable"
+    flops = convolution_flops(conv)
+    return Cost(
+        read,
+        3,
+        read + between,
+        2,
+        flops=flops + GELU_FLOPS * outputs,
+        kernel=f"conv_gelu_pool {path} {operand_of(conv)}",
+        inductor_flops=flops,
+        operand=operand_of(conv),
+    )
+
+
 def tail_takes(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:
     """The tail op computes every case that the chain allows."""
     yield True, ""
 
 
 def tail_replace(emit: Emitter, conv: Call, gelu: Call, pool: Call) -> fx.Node:
-    """conv without bias -> gelu_pool; a mean's result is contiguous whatever came in, so its kept dims are added behind the op."""
-    out_dtype = pool.value.dtype if pool.value.dtype != conv.value.dtype else None
-    if pool.word == "mean":
-        result = emit(gelu_pool, emit.conv_without_bias(conv), conv.bias, [1] * conv.dims, False, gelu.approximate, out_dtype)
-        for _ in range(conv.dims if pool.keepdim else 0):
-            result = emit(torch.unsqueeze, result, -1)
-        return result
-    size = [-1 if entry is None else entry for entry in pool.output_size]
-    return emit(gelu_pool, emit.conv_without_bias(conv), conv.bias, size, True, gelu.approximate, out_dtype)
+    """conv without bias -> gelu_pool."""
+    size = [1] * conv.dims if pool.word == "mean" else [-1 if entry is None else entry for entry in pool.output_size]
+
+    def pooled(keepdim: bool) -> fx.Node:
+        return emit(gelu_pool, emit.conv_without_bias(conv), conv.bias, size, keepdim, gelu.approximate, _out_dtype(conv, pool))
+
+    return _with_dims(emit, conv, pool, pooled)
 
 
 def tail_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
     """One read of the convolution's output and a small write; Inductor's reduction moves the same bytes."""
     total = number_of_bytes(conv.value) + number_of_bytes(pool.value)
     return Cost(bytes=total, kernels=1, inductor_bytes=total, inductor_kernels=1)
+
+
+def _with_dims(emit: Emitter, conv: Call, pool: Call, pooled: Callable[[bool], fx.Node]) -> fx.Node:
+    """The pooled result with the dimensions that the pool keeps. A mean's result is contiguous whatever came in, unlike an adaptive pool's:
+    the op drops its dimensions, and those it keeps are added behind."""
+    if pool.word != "mean":
+        return pooled(True)
+    result = pooled(False)
+    for _ in range(conv.dims if pool.keepdim else 0):
+        result = emit(torch.unsqueeze, result, -1)
+    return result
+
+
+def _out_dtype(conv: Call, pool: Call) -> torch.dtype | None:
+    return pool.value.dtype if pool.value.dtype != conv.value.dtype else None
+
+
+def _padded(size: int, to: int) -> int:
+    return math.ceil(size / to) * to
 
 
 def _channels_innermost(value: torch.Tensor) -> bool:
@@ -111,5 +207,8 @@ CHAIN = Chain(
     name="conv_gelu_pool",
     steps=(Step("conv", "conv"), Step("gelu", "gelu"), Step("pool", "adaptive_avg_pool", "mean")),
     requires=requires,
-    implementations=(Implementation("gelu_pool", tail_takes, tail_replace, tail_cost),),
+    implementations=(
+        Implementation("conv_gelu_pool", fused_takes, fused_replace, fused_cost),
+        Implementation("gelu_pool", tail_takes, tail_replace, tail_cost),
+    ),
 )

@@ -1,20 +1,24 @@
 """conv -> add (optional) -> layer_norm -> avg_pool3d -> gelu.
 
-The tail op `fxfuse::norm_pool_gelu` takes the convolution's output without bias, holds the rows of a pool window on chip, normalises and
-pools them, and writes only the pooled result.
+The fused op `fxfuse::conv_norm_pool_gelu` contains the convolution, whose output never reaches memory. The tail op `fxfuse::norm_pool_gelu`
+takes the convolution's output without bias, holds the rows of a pool window on chip, normalises and pools them, and writes only the
+pooled result.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
+from fxfuse import precision, torch_private
 from fxfuse.chain import Chain, Condition, Implementation, Step
 from fxfuse.choose import Cost
 from fxfuse.conditions import kernel_dtypes, number_of_bytes, parameter_dtype, same_shape
+from fxfuse.fused import convolution_flops, fused_convolution, numeric_padding, operand_of
 from fxfuse.ops import define
 from fxfuse.replacement import Emitter
 from fxfuse.values import value_of
@@ -58,6 +62,42 @@ norm_pool_gelu = define(
 )
 
 
+def conv_norm_pool_gelu_fake(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    addend: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    transposed: bool,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    addend_scale: float,
+    addend_value: float,
+    eps: float,
+    pool_size: Sequence[int],
+    approximate: str,
+    precision: str,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """norm_pool_gelu of the convolution, with the norm over the last dimension and pool windows side by side.
+
+    precision: "tf32" or "ieee", how fp32 inputs are multiplied. addend: one value, or one for each channel.
+    """
+    output = torch.ops.aten.convolution(input, weight, None, stride, padding, [1, 1, 1], transposed, output_padding, 1)
+    dtype = input.dtype if out_dtype is None else out_dtype
+    return input.new_empty(F.avg_pool3d(output.new_empty(output.shape), pool_size).shape, dtype=dtype)
+
+
+conv_norm_pool_gelu = define(
+    "conv_norm_pool_gelu(Tensor input, Tensor weight, Tensor? bias, Tensor? addend, Tensor? norm_weight, Tensor? norm_bias, bool transposed, "
+    "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, float addend_scale, float addend_value, float eps, int[] pool_size, "
+    "str approximate, str precision, ScalarType? out_dtype) -> Tensor",
+    conv_norm_pool_gelu_fake,
+)
+
+
 def requires(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Iterator[Condition]:
     """What the chain must be for any implementation."""
     yield from kernel_dtypes(conv)
@@ -89,6 +129,71 @@ def addend_conditions(conv: Call, add: Call) -> Iterator[Condition]:
     yield same_shape(add.value, conv.value), f"the addend of shape {list(value.shape)} enlarges the convolution's result {list(conv.value.shape)}"
 
 
+def fused_takes(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Iterator[Condition]:
+    """What the kernels of `csrc/conv_norm_pool_gelu.cu` take."""
+    yield from fused_convolution(conv)
+    yield max(conv.tensor("weight").shape[2:]) <= 5, f"the kernel {list(conv.tensor('weight').shape[2:])} has a size over 5"
+    yield set(conv.stride) <= {1, 2}, f"the stride {list(conv.stride)} is not made of 1 and 2"
+    yield set(conv.dilation) == {1}, f"the dilation {list(conv.dilation)} is not 1"
+    yield len(norm.normalized_shape) == 1, f"layer_norm is over {len(norm.normalized_shape)} dimensions, not over the last one"
+    width = conv.value.shape[-1]
+    yield torch_private.known_true(width <= 256), f"rows of the convolution's output are {width} wide, over 256 or not known to be less"
+    yield tuple(pool.kernel_size) == tuple(pool.stride), "avg_pool3d's windows overlap or leave gaps"
+    yield max(pool.kernel_size) <= 4, f"avg_pool3d's window {list(pool.kernel_size)} has a size over 4"
+    yield set(pool.padding) == {0} and not pool.ceil_mode, "avg_pool3d pads or has ceil_mode"
+    yield pool.divisor_override is None, "avg_pool3d has a divisor_override"
+    if add is not None and isinstance(value_of(_addend(add)), torch.Tensor):
+        shape = value_of(_addend(add)).shape
+        per_channel = len(shape) >= 4 and all(torch_private.known_true(n == 1) for n in (*shape[:-4], *shape[-3:]))
+        yield not shape or all(n == 1 for n in shape) or per_channel, f"the addend of shape {list(shape)} is not one value or one a channel"
+
+
+def fused_replace(emit: Emitter, conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> fx.Node:
+    """The whole chain as one op."""
+    addend, scale, number = _split_addend(emit, conv, add)
+    return emit(
+        conv_norm_pool_gelu,
+        conv.input,
+        conv.weight,
+        conv.bias,
+        addend,
+        norm.weight,
+        norm.bias,
+        conv.transposed,
+        list(conv.stride),
+        numeric_padding(conv),
+        list(conv.output_padding),
+        scale,
+        number,
+        float(norm.eps),
+        list(pool.kernel_size),
+        gelu.approximate,
+        precision.current(),
+        _out_dtype(conv, gelu),
+    )
+
+
+def fused_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Cost:
+    """One read of the convolution's input, one write of the result, and the convolution's operations. Against it: a convolution that
+    reads its input and writes its output, and a tail that reads that once."""
+    read, written = number_of_bytes(conv.tensor("input")), number_of_bytes(gelu.value)
+    own, between = read + written, 2 * number_of_bytes(conv.value)
+    path, operand, flops = "hopper" if _hopper_takes(conv, pool) else "portable", operand_of(conv), convolution_flops(conv)
+    kernel = f"conv_norm_pool_gelu {path} {operand}"
+    return Cost(own, 2, own + between, 2, flops=flops, kernel=kernel, inductor_flops=flops, operand=operand)
+
+
+def _hopper_takes(conv: Call, pool: Call) -> bool:
+    """Mirrors `hopper_takes` of csrc/conv_norm_pool_gelu_hopper_plan.cuh with the example sizes."""
+    n, c_in, _, height, width = ([1] + [torch_private.hint(size) for size in conv.tensor("input").shape])[-5:]
+    doubles = conv.transposed and set(conv.stride) == {2} and set(numeric_padding(conv)) == {1} and set(conv.output_padding) == {1}
+    doubles = doubles and set(conv.tensor("weight").shape[2:]) == {3} and set(pool.kernel_size) == {2}
+    c_out = conv.tensor("weight").shape[1]
+    device = torch.cuda.get_device_properties(conv.value.device)
+    fills = 2 * n * math.ceil(height / 4) >= device.multi_processor_count
+    return doubles and device.major == 9 and width == 32 and c_in <= 32 and 32 < c_out <= 64 and fills
+
+
 def tail_takes(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Iterator[Condition]:
     """The tail op computes every case that the chain allows."""
     yield True, ""
@@ -97,7 +202,6 @@ def tail_takes(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call)
 def tail_replace(emit: Emitter, conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> fx.Node:
     """conv without bias -> norm_pool_gelu."""
     addend, scale, number = _split_addend(emit, conv, add)
-    out_dtype = gelu.value.dtype if gelu.value.dtype != conv.value.dtype else None
     return emit(
         norm_pool_gelu,
         emit.conv_without_bias(conv),
@@ -116,7 +220,7 @@ def tail_replace(emit: Emitter, conv: Call, add: Call | None, norm: Call, pool: 
         pool.count_include_pad,
         pool.divisor_override,
         gelu.approximate,
-        out_dtype,
+        _out_dtype(conv, gelu),
     )
 
 
@@ -125,6 +229,10 @@ def tail_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) 
     read, written = number_of_bytes(conv.value), number_of_bytes(gelu.value)
     normalised = number_of_bytes(norm.value)
     return Cost(bytes=read + written, kernels=1, inductor_bytes=read + 2 * normalised + written, inductor_kernels=2)
+
+
+def _out_dtype(conv: Call, gelu: Call) -> torch.dtype | None:
+    return gelu.value.dtype if gelu.value.dtype != conv.value.dtype else None
 
 
 def _addend(add: Call) -> object:
@@ -159,6 +267,9 @@ CHAIN = Chain(
         Step("gelu", "gelu"),
     ),
     requires=requires,
-    implementations=(Implementation("norm_pool_gelu", tail_takes, tail_replace, tail_cost),),
+    implementations=(
+        Implementation("conv_norm_pool_gelu", fused_takes, fused_replace, fused_cost),
+        Implementation("norm_pool_gelu", tail_takes, tail_replace, tail_cost),
+    ),
     dims=(3,),
 )

@@ -28,22 +28,25 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
+def clean(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Each test compiles afresh; fxfuse has nothing to complain of in any of them."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     yield
+    assert not [record for record in caplog.get_records("call") if record.name.startswith("fxfuse")]
 
 
 class Both(nn.Module):
-    """Both chains between ops that Inductor compiles: batch norm in front, relu behind."""
+    """Both chains between ops that Inductor compiles: batch norm in front, relu behind (behind a flatten for the pooled pixel, whose strides
+    are contiguous and channels_last at once, and come out of Inductor's relu other than out of eager's)."""
 
     def __init__(self) -> None:
         super().__init__()
         norm_pool = ConvNormPoolGelu()
         norm_pool.conv, norm_pool.norm = nn.ConvTranspose3d(4, 8, 3, padding=1), nn.LayerNorm((12,))
         self.norm_pool = nn.Sequential(nn.BatchNorm3d(4), norm_pool, nn.ReLU())
-        self.pool = nn.Sequential(nn.BatchNorm2d(4), ConvGeluPool(), nn.ReLU())
+        self.pool = nn.Sequential(nn.BatchNorm2d(4), ConvGeluPool(), nn.Flatten(), nn.ReLU())
 
     def forward(self, volume: torch.Tensor, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.norm_pool(volume), self.pool(image)
@@ -281,7 +284,7 @@ def test_the_model_can_be_copied_and_pickled_afterwards() -> None:
 
 
 def test_numbers_that_vary_from_call_to_call() -> None:
-    """A float that becomes an input of the graph makes Inductor restart the capture: that is no failure to be logged."""
+    """A float that becomes an input of the graph makes Inductor restart the capture: that is no failure, and no compilation that counts."""
 
     def run(x: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
         return F.adaptive_avg_pool2d(F.gelu(torch.conv2d(x, weight)), 1) * scale
@@ -291,4 +294,4 @@ def test_numbers_that_vary_from_call_to_call() -> None:
     with torch.no_grad():
         for scale in (1.5, 2.5, 3.5):
             torch.testing.assert_close(compiled(x, weight, scale), run(x, weight, scale))
-    assert all(report.fused and report.stopped is None for report in fxfuse.reports()[-2:])
+    assert dict(counters["fxfuse"]) == {"conv_gelu_pool": 2}

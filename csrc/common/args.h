@@ -230,9 +230,9 @@ inline GeluPoolGeometry check_gelu_pool(const Tensor& input, Ints output_size, b
   const bool global = is_global(geometry);
   require(keepdim || global, "output_size is ", text_of(output_size), ", but dimensions are dropped (keepdim=False) only at size 1.");
   require(!empty_input || global, "input has shape ", text_of(own), ", but only a global pool takes an empty plane.");
-  // As eager: adaptive_avg_pool3d keeps channels_last_3d for its global case only.
+  // As eager: gelu makes strides contiguous that are both, and adaptive_avg_pool3d keeps channels_last_3d for its global case only.
   geometry.channels_last = keepdim && rank == spatial + 2 && (spatial == 2 || (spatial == 3 && global)) &&
-                           is_channels_last_like(own, strides_of(input));
+                           is_channels_last_like(own, strides_of(input)) && !input.is_contiguous();
   return geometry;
 }
 

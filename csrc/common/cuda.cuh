@@ -8,6 +8,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -172,13 +173,14 @@ __device__ __forceinline__ T warp_sum(T x, int lanes = kWarpSize) {
   return x;
 }
 
-// scratch: kWarpSize floats of shared memory, free again when the call returns. The whole block calls it.
-__device__ __forceinline__ float block_sum(float x, float* scratch) {
+// scratch: kWarpSize values of shared memory, free again when the call returns. The whole block calls it.
+template <typename T>
+__device__ __forceinline__ T block_sum(T x, T* scratch) {
   const int num_warps = blockDim.x / kWarpSize, warp_idx = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   x = warp_sum(x);
   if (lane == 0) scratch[warp_idx] = x;
   __syncthreads();
-  x = warp_sum(lane < num_warps ? scratch[lane] : 0.f);
+  x = warp_sum(lane < num_warps ? scratch[lane] : T{0});
   __syncthreads();
   return x;
 }

@@ -105,6 +105,29 @@ using HalfLanes = std::make_index_sequence<kLanes / 2>;
 FXFUSE_INLINE HalfVec low_half(Vec x) { return half_of(x, HalfLanes{}, std::integral_constant<size_t, 0>{}); }
 FXFUSE_INLINE HalfVec high_half(Vec x) { return half_of(x, HalfLanes{}, std::integral_constant<size_t, 1>{}); }
 
+// A sum of vectors in double.
+struct DoubleSum {
+  DoubleVec low{}, high{};
+
+  __attribute__((always_inline)) void operator+=(Vec x) {
+    low += __builtin_convertvector(low_half(x), DoubleVec);
+    high += __builtin_convertvector(high_half(x), DoubleVec);
+  }
+  __attribute__((always_inline)) Vec rounded() const { return join(HalfLanes{}); }
+  __attribute__((always_inline)) double of_lanes() const {
+    const DoubleVec both = low + high;
+    double sum = 0.;
+    for (int i = 0; i < kLanes / 2; ++i) sum += both[i];
+    return sum;
+  }
+
+ private:
+  template <size_t... I>
+  __attribute__((always_inline)) Vec join(std::index_sequence<I...>) const {
+    return __builtin_shufflevector(__builtin_convertvector(low, HalfVec), __builtin_convertvector(high, HalfVec), I..., (I + kLanes / 2)...);
+  }
+};
+
 // Lanes first, first + 2, first + 4, ... of the 2 * kLanes values a, b; first is 0 or 1.
 template <int first, size_t... I>
 FXFUSE_INLINE Vec every_other(Vec a, Vec b, std::index_sequence<I...>) { return __builtin_shufflevector(a, b, (2 * I + first)...); }

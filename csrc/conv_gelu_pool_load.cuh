@@ -1,0 +1,128 @@
+// conv_gelu_pool: the input's box in shared memory, as the tensor cores read it.
+//
+// A box is a grid of samples of one image, with its halo, and some channels: [split][chunk][sample][16 bytes]. Every input value that
+// a tile needs is read from global memory once per box, by neighbouring lanes along W where W is innermost, and every tap of every
+// output pixel is then a row address in shared memory: no im2col. 16-byte stores of neighbouring samples have no bank conflicts.
+// Samples in the padding are zeros, and so are the channels that fill up the last chunk.
+#pragma once
+
+#include "conv_gelu_pool_problem.cuh"
+
+namespace fxfuse::conv_gelu_pool {
+
+struct BoxMap {
+  int samples;       // of the box
+  int plane;         // chunks (uint4) from one channel chunk to the next
+  int chunks;
+  int step[3];       // input pixels from one sample to the next
+  FastDiv width, height;
+};
+
+// One 16-byte chunk's channels on their way through registers.
+template <typename T>
+struct RawChunk {
+  static constexpr int kLen = kChunkBytes / static_cast<int>(sizeof(T));
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, unsigned short>;
+  Bits bits[kLen];
+
+  // The first `len` of the channels, which are `stride` elements apart; zeros where not is_inside.
+  __device__ __forceinline__ void load(const T* from, int64_t stride, bool is_inside, int len = kLen) {
+#pragma unroll
+    for (int i = 0; i < kLen; ++i) {
+      bits[i] = is_inside && i < len ? __ldg(reinterpret_cast<const Bits*>(from + i * stride)) : Bits{0};
+    }
+  }
+  __device__ __forceinline__ void load_wide(const T* from, bool is_inside) {
+    unpack(is_inside ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{});
+  }
+
+  __device__ __forceinline__ uint4 pack() const {
+    if constexpr (kLen == 4) return {bits[0], bits[1], bits[2], bits[3]};
+    else return {pair(0), pair(1), pair(2), pair(3)};
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t pair(int i) const { return bits[2 * i] | static_cast<uint32_t>(bits[2 * i + 1]) << 16; }
+  __device__ __forceinline__ void unpack(const uint4& words) {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < kLen; ++i) bits[i] = static_cast<Bits>(kLen == 4 ? word[i % 4] : word[i / 2] >> 16 * (i % 2));
+  }
+};
+
+// Rounds and stores a chunk, its low parts `low_offset` chunks behind. True when Tf32x3 met inf or nan.
+template <Product product>
+__device__ __forceinline__ bool store_chunk(uint4* to, int low_offset, RawChunk<typename Operand<product>::Element> raw) {
+  bool is_special = false;
+  if constexpr (product == Product::Tf32) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw.bits[i] = round_tf32(__uint_as_float(raw.bits[i]));
+  } else if constexpr (product == Product::Tf32x3) {
+    RawChunk<float> low;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = __uint_as_float(raw.bits[i]);
+      is_special |= !(fabsf(x) < __int_as_float(0x7f800000));
+      split_tf32(x, raw.bits[i], low.bits[i]);
+    }
+    to[low_offset] = low.pack();
+  }
+  *to = raw.pack();
+  return is_special;
+}
+
+// The whole block calls it, between barriers. `image` is the first channel of the stage, `origin` the input pixel of sample 0 (it may
+// lie in the padding), channels_left those from `image` on, kLoads the loads that a thread has in flight. True when this thread met
+// inf or nan in Tf32x3.
+template <Product product, int kThreads, int kLoads>
+__device__ __forceinline__ bool stage_box(uint4* box, const BoxMap& map, const View& input, const int (&size)[3],
+                                          const typename Operand<product>::Element* image, const int (&origin)[3],
+                                          int channels_left) {
+  using T = typename Operand<product>::Element;
+  constexpr int kLen = kChunkLen<product>, kBatch = kLoads / kLen;
+  const uint32_t stride[3] = {static_cast<uint32_t>(input.pixel[0]), static_cast<uint32_t>(input.pixel[1]),
+                              static_cast<uint32_t>(input.pixel[2])};
+  bool is_special = false;
+  for (int first = threadIdx.x; first < map.samples; first += kThreads * kBatch) {
+    const T* from[kBatch];
+    bool is_inside[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int sample = first + b * kThreads;
+      uint32_t x, y;
+      const uint32_t row = map.width.divide(sample, x);
+      const int d = origin[0] + static_cast<int>(map.height.divide(row, y)) * map.step[0];
+      const int h = origin[1] + static_cast<int>(y) * map.step[1], w = origin[2] + static_cast<int>(x) * map.step[2];
+      is_inside[b] = sample < map.samples && static_cast<unsigned>(d) < static_cast<unsigned>(size[0]) &&
+                     static_cast<unsigned>(h) < static_cast<unsigned>(size[1]) &&
+                     static_cast<unsigned>(w) < static_cast<unsigned>(size[2]);
+      // 32 bits: the op refuses images of 2^31 elements. What wraps lies outside, and is not read.
+      from[b] = image + (d * stride[0] + h * stride[1] + w * stride[2]);
+    }
+    for (int chunk = 0; chunk < map.chunks; ++chunk) {
+      const int left = channels_left - chunk * kLen;
+      const int64_t offset = chunk * kLen * input.channel;
+      RawChunk<T> raw[kBatch];
+      if (left < kLen) {
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) raw[b].load(from[b] + offset, input.channel, is_inside[b], left);
+      } else if (input.is_wide) {
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) raw[b].load_wide(from[b] + offset, is_inside[b]);
+      } else {
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) raw[b].load(from[b] + offset, input.channel, is_inside[b]);
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int sample = first + b * kThreads;
+        if (sample < map.samples) {
+          is_special |= store_chunk<product>(box + chunk * map.plane + sample, map.chunks * map.plane, raw[b]);
+        }
+      }
+    }
+  }
+  return is_special;
+}
+
+}  // namespace fxfuse::conv_gelu_pool

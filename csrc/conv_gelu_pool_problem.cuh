@@ -1,0 +1,71 @@
+// conv_gelu_pool: what both code paths are told. Every convolution is 3-d here: 1-d and 2-d have leading dims of size 1, no batch is
+// a batch of 1.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+
+#include "common/cuda.cuh"
+#include "common/gelu.cuh"
+#include "common/mma.cuh"
+
+namespace fxfuse::conv_gelu_pool {
+
+// What the tensor cores multiply. Tf32x3 is fp32-accurate: operands split into two TF32 parts, three products.
+enum class Product { Tf32, Tf32x3, Bf16, Fp16 };
+
+template <Product product>
+struct Operand {
+  using Element = float;  // in memory
+  using Mma = Tf32;
+  static constexpr int kSplits = product == Product::Tf32x3 ? 2 : 1;
+};
+template <>
+struct Operand<Product::Bf16> {
+  using Element = __nv_bfloat16;
+  using Mma = __nv_bfloat16;
+  static constexpr int kSplits = 1;
+};
+template <>
+struct Operand<Product::Fp16> {
+  using Element = __half;
+  using Mma = __half;
+  static constexpr int kSplits = 1;
+};
+
+// Channels that one 16-byte chunk of a pixel holds.
+template <Product product>
+constexpr int kChunkLen = kChunkBytes / static_cast<int>(sizeof(typename Operand<product>::Element));
+
+// GELU's own error must vanish beside the operands' rounding: 5e-4 in TF32 and 16 bits, 1e-7 in Tf32x3.
+template <Product product>
+constexpr Gelu kExactForm = product == Product::Tf32x3 ? Gelu::Accurate : Gelu::Fast;
+
+struct ConvShape {
+  int64_t batch;
+  int channels_in, channels_out;
+  int in[3], out[3], kernel[3], stride[3], padding[3], dilation[3];  // depth, height, width
+
+  int64_t out_pixels() const { return int64_t{out[0]} * out[1] * out[2]; }
+  int64_t taps() const { return int64_t{kernel[0]} * kernel[1] * kernel[2]; }
+  auto operator<=>(const ConvShape&) const = default;
+};
+
+// A tensor as it lies in memory, in elements: any strides are read in place. Of a weight, `outer` runs over output channels.
+struct View {
+  const void* data;
+  int64_t outer, channel, pixel[3];
+  bool is_wide = false;  // channels are adjacent, and every chunk of a pixel is 16 bytes aligned and whole
+};
+
+// Operands and results of a launch; the packed weights are in the order that the path asks for.
+struct ConvData {
+  View input;
+  const uint4* weights;
+  Param bias;
+  float* partials;  // [batch, parts, channels_out]: sums over the pixels of a part
+};
+
+inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+}  // namespace fxfuse::conv_gelu_pool

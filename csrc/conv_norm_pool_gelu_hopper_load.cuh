@@ -1,0 +1,181 @@
+// conv_norm_pool_gelu on Hopper: what producers bring into shared memory, and the barriers between them and the consumers.
+#pragma once
+
+#include "common/hopper.cuh"
+#include "conv_norm_pool_gelu_hopper_plan.cuh"
+#include "conv_norm_pool_gelu_pack.cuh"
+
+namespace fxfuse::conv_norm_pool_gelu {
+
+// ---- weights -----------------------------------------------------------------------------------------------------
+
+// packed[tap, in the order of HopperTap][term][chunk of input channels][64 output channels][16 bytes]; zeros beyond the weight's channels.
+template <Operand operand>
+__global__ void __launch_bounds__(kPackThreads) pack_hopper_weight_kernel(const __grid_constant__ Weight w, uint32_t* packed) {
+  using Tile = HopperTile<operand>;
+  using T = DataOf<operand>;
+  constexpr int kPerWord = 4 / sizeof(T), kStageWords = Tile::kStageBytes / 4;
+  for (int i = blockIdx.x * kPackThreads + threadIdx.x; i < Tile::kTileStages * kStageWords; i += gridDim.x * kPackThreads) {
+    const int word = i % 4, out_channel = i / 4 % kHopperOutChannels, chunk = i / (4 * kHopperOutChannels) % Tile::kChunks;
+    const int term = i / kStageWords % Tile::kTerms, in_channel = chunk * Tile::kChunkChannels + word * kPerWord;
+    const HopperTap tap(i / kStageWords / Tile::kTerms);
+    const T* from = static_cast<const T*>(w.data) + out_channel * w.stride[0] + in_channel * w.stride[1] + tap.kernel_d * w.stride[2] +
+                    tap.kernel_h * w.stride[3] + tap.kernel_w * w.stride[4];
+    T value[2] = {from_float<T>(0.f), from_float<T>(0.f)};
+#pragma unroll
+    for (int j = 0; j < kPerWord; ++j) {
+      if (out_channel < w.out_channels && in_channel + j < w.in_channels) value[j] = from[j * w.stride[1]];
+    }
+    uint32_t bits = operand_word<operand>(value[0], value[1]);
+    if constexpr (Tile::kTerms == 2) {
+      uint32_t high, low;
+      split_word(bits, high, low);
+      bits = term == 0 ? high : low;
+    }
+    packed[i] = bits;
+  }
+}
+
+// ---- barriers ----------------------------------------------------------------------------------------------------
+
+constexpr int kMaxStages = 12, kProducerWarps = 4, kConsumerWarps = 8;
+
+// Addresses in shared memory.
+struct HopperBarriers {
+  static constexpr int kBytes = 256;
+  static_assert(8 * (2 * kPlaneSlots + 2 * kMaxStages) <= kBytes, "barriers fit in front of the norm's parameters");
+  uint32_t base, planes, weights;
+
+  __device__ __forceinline__ uint32_t plane_full(int slot) const { return base + 8 * slot; }
+  __device__ __forceinline__ uint32_t plane_empty(int slot) const { return base + 8 * (kPlaneSlots + slot); }
+  __device__ __forceinline__ uint32_t weights_full(int stage) const { return base + 8 * (2 * kPlaneSlots + stage); }
+  __device__ __forceinline__ uint32_t weights_empty(int stage) const { return base + 8 * (2 * kPlaneSlots + kMaxStages + stage); }
+
+  __device__ __forceinline__ void init(int stages) const {
+    for (int i = 0; i < kPlaneSlots; ++i) mbarrier_init(plane_full(i), kProducerWarps), mbarrier_init(plane_empty(i), kConsumerWarps);
+    for (int i = 0; i < stages; ++i) mbarrier_init(weights_full(i), 1), mbarrier_init(weights_empty(i), kConsumerWarps);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+// A position in the ring of weights; the parity of the barrier's phase that makes its stage full.
+template <Operand operand>
+struct WeightCursor {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == HopperTile<operand>::kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// ---- producers ---------------------------------------------------------------------------------------------------
+
+// One thread. 16 bits: all taps once. fp32: each tile's taps through the ring, which both consumers read in the same order.
+template <Operand operand>
+__device__ __forceinline__ void produce_weights(const Problem& p, const HopperPlan& plan, const HopperBarriers& barriers,
+                                                const char* packed) {
+  using Tile = HopperTile<operand>;
+  if constexpr (Tile::kResident) {
+    mbarrier_expect(barriers.weights_full(0), Tile::kTileStages * Tile::kStageBytes);
+    for (int i = 0; i < Tile::kTileStages; ++i) {
+      bulk_copy(barriers.weights + i * Tile::kStageBytes, packed + i * Tile::kStageBytes, Tile::kStageBytes, barriers.weights_full(0));
+    }
+  } else {
+    WeightCursor<operand> cursor;
+    for (int64_t column = blockIdx.x; column < plan.columns; column += gridDim.x) {
+      for (int tile = 0; tile < (p.d.input + 1) / 2; ++tile) {
+        for (int i = 0; i < Tile::kTileStages; ++i, cursor.advance()) {
+          mbarrier_wait(barriers.weights_empty(cursor.stage), cursor.parity ^ 1);
+          mbarrier_expect(barriers.weights_full(cursor.stage), Tile::kStageBytes);
+          bulk_copy(barriers.weights + cursor.stage * Tile::kStageBytes, packed + i * Tile::kStageBytes, Tile::kStageBytes,
+                    barriers.weights_full(cursor.stage));
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, const uint4& words) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
+}
+
+// A pixel's 16 bytes into both copies; the shifted one gets a zero where the row's right neighbour would be.
+template <Operand operand>
+__device__ __forceinline__ void store_pixel(uint32_t line, const uint4& words) {
+  const int w = threadIdx.x % kWarpSize;
+  const uint32_t keep = w == 0 ? 0u : 0xffffffffu;
+  store_shared(line + w * kChunkBytes, words);
+  store_shared(line + HopperTile<operand>::kCopyBytes + (w + kHopperWidth - 1) % kHopperWidth * kChunkBytes,
+               make_uint4(words.x & keep, words.y & keep, words.z & keep, words.w & keep));
+}
+
+// A warp's share of a plane: 8 input channels, as one chunk of 16 bits or two of fp32; lane = pixel, so that every load of contiguous
+// input is one line and every store without conflict. kRows rows are in flight at a time.
+// before_stores() runs when the loads are under way.
+template <Operand operand, int kRows, typename F>
+__device__ __forceinline__ void stage_rows(const Problem& p, const DataOf<operand>* from, int num_channels, int first_row, bool is_inside,
+                                           uint32_t to, const F& before_stores) {
+  using Tile = HopperTile<operand>;
+  using T = DataOf<operand>;
+  constexpr int kChannels = 8, kChunks = kChannels / Tile::kChunkChannels;
+  T value[kRows][kChannels];
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      const bool exists = is_inside && first_row + row < p.h.input && c < num_channels;
+      // 32-bit offsets suffice (hopper_takes); strides are read where they are used, since a producer has 40 registers.
+      value[row][c] = exists ? from[c * static_cast<int>(p.input_stride[1]) + row * static_cast<int>(p.input_stride[3])]
+                             : from_float<T>(0.f);
+    }
+  }
+  before_stores();
+  const auto word = [&](int row, int chunk, int i) {
+    constexpr int kPerWord = 4 / sizeof(T);
+    const T* first = &value[row][chunk * Tile::kChunkChannels + i * kPerWord];
+    return operand_word<operand>(first[0], first[kPerWord - 1]);
+  };
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const uint32_t line = to + chunk * Tile::kChunkPitch + row * Tile::kLineBytes;
+      uint4 words = make_uint4(word(row, chunk, 0), word(row, chunk, 1), word(row, chunk, 2), word(row, chunk, 3));
+      if constexpr (Tile::kTerms == 2) {
+        const SplitFragment split = split_fragment(words);
+        store_pixel<operand>(line + Tile::kTermBytes, split.low);
+        words = split.high;
+      }
+      store_pixel<operand>(line, words);
+    }
+  }
+}
+
+// Planes 0 ... 2 tiles of each column, those beyond the input as zeros.
+template <Operand operand>
+__device__ __forceinline__ void produce_planes(const Problem& p, const HopperPlan& plan, const HopperBarriers& barriers) {
+  using Tile = HopperTile<operand>;
+  const int warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize, channel = warp * (kHopperInChannels / 4);
+  constexpr int kFirst = (Tile::kRows + 2) / 2, kRest = Tile::kRows + 1 - kFirst;
+  uint32_t count = 0;
+  for (int64_t column = blockIdx.x; column < plan.columns; column += gridDim.x) {
+    const int64_t n = column / plan.row_blocks;
+    const int first_row = static_cast<int>(column - n * plan.row_blocks) * Tile::kRows;
+    const DataOf<operand>* from = static_cast<const DataOf<operand>*>(p.input) + n * p.input_stride[0] + channel * p.input_stride[1] +
+                                  first_row * p.input_stride[3] + lane * p.input_stride[4];
+#pragma unroll 1
+    for (int plane = 0; plane <= (p.d.input + 1) / 2 * 2; ++plane, ++count, from += p.input_stride[2]) {
+      const int slot = count % kPlaneSlots;
+      const uint32_t to = barriers.planes + slot * Tile::kPlaneBytes + channel / Tile::kChunkChannels * Tile::kChunkPitch;
+      stage_rows<operand, kFirst>(p, from, p.in_channels - channel, first_row, plane < p.d.input, to,
+                                  [&] { mbarrier_wait(barriers.plane_empty(slot), (count / kPlaneSlots & 1) ^ 1); });
+      stage_rows<operand, kRest>(p, from + kFirst * p.input_stride[3], p.in_channels - channel, first_row + kFirst, plane < p.d.input,
+                                 to + kFirst * Tile::kLineBytes, [] {});
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(barriers.plane_full(slot));
+    }
+  }
+}
+
+}  // namespace fxfuse::conv_norm_pool_gelu
