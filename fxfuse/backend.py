@@ -36,9 +36,9 @@ def fxfuse(
     original = gm.graph
     report = fuse_in_place(gm, own)
     try:
-        if gm.graph is original:
-            return inductor(gm, example_inputs)
-        return precision.compiled(gm, example_inputs, lambda inputs: _compiled(gm, inputs, inductor))
+        compiled = precision.compiled(gm, example_inputs, lambda inputs: _compiled(gm, inputs, inductor))
+    except torch_private.Restart:
+        raise  # this attempt is void; the next one reports
     except Exception:
         if own.strict or gm.graph is original:
             raise
@@ -46,10 +46,10 @@ def fxfuse(
         gm.graph = original
         report.fused.clear()
         report.stopped = "Inductor does not compile the rewritten graph; the log holds the exception"
-        return inductor(gm, example_inputs)
-    finally:
-        engine.count(report)
-        keep(report)
+        compiled = inductor(gm, example_inputs)
+    engine.count(report)
+    keep(report)
+    return compiled
 
 
 fxfuse.reset = torch_private.reset_inductor
@@ -70,6 +70,8 @@ def fuse_in_place(gm: fx.GraphModule, options: Options) -> Report:
 
 
 def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], inductor: Callable[..., Any]) -> Callable[..., Any]:
+    if not _devices(gm.graph):
+        return inductor(gm, example_inputs)
     with _cache_key(gm.graph):
         return inductor(gm, example_inputs)
 

@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Raised where fake tensors cannot stand in for data.
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
+
+# Not failures: with these Inductor asks Dynamo to trace once more (a float input that should be a constant, say), or to leave a frame alone.
+Restart = (RestartAnalysis, SkipFrame)
 
 
 def inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Any]:
@@ -47,6 +51,17 @@ def hint(value: Any) -> int:
     if not isinstance(value, torch.SymInt):
         return int(value)
     return int(value.node.hint) if value.node.has_hint() else 1
+
+
+def constant_of(value: Any) -> int | float | bool | None:
+    """The number that a symbolic value has been specialised to, as Dynamo does with a module's float attributes; None if it varies.
+
+    Reading it installs no guard.
+    """
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return None
+    node = value.node
+    return {torch.SymInt: node.maybe_as_int, torch.SymFloat: node.maybe_as_float, torch.SymBool: node.maybe_as_bool}[type(value)]()
 
 
 def known_true(condition: Any) -> bool:

@@ -149,7 +149,7 @@ class GraphView:
             self.readers[self._latest.get(owner, source)].append(node)
         spelled = read(node)
         if spelled is not None:
-            self.calls[node] = Call(spelled[0], node, _result(node), spelled[1])
+            self.calls[node] = Call(spelled[0], node, _result(node), fx.map_arg(spelled[1], _constant_or_node))
         if reshapes(node) and isinstance(node.args[0], fx.Node):
             self.reshaped[node.args[0]] = node
         for target in written(node):
@@ -162,6 +162,12 @@ class GraphView:
         fake, real = (torch_private.storage_of(value) for value in (value_of(node), attribute_of(node)))
         if fake is not None and real is not None:
             self._real_storage[fake] = real
+
+
+def _constant_or_node(node: fx.Node) -> Any:
+    """A node whose value is a number that does not vary reads as that number, so that conditions see a literal."""
+    constant = torch_private.constant_of(value_of(node))
+    return node if constant is None else constant
 
 
 def changes_state(node: fx.Node) -> bool:

@@ -240,7 +240,7 @@ def norm_chain(sketch: Sketch) -> Iterator[str | None]:
         yield y
     y = sketch.line(norm(sketch, y))
     yield y
-    y = sketch.line(sketch.pick(AVERAGES).format(y=y)) or sketch.line(f"F.avg_pool3d({y}, 3, 2, 1)")
+    y = sketch.line(sketch.pick(AVERAGES).format(y=y)) or sketch.line(f"F.avg_pool3d({y}, 1)")
     yield y
     yield sketch.line(sketch.pick(GELUS).format(y=y))
 

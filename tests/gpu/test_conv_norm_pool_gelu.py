@@ -75,7 +75,10 @@ HEADLINE = Chain((32, 32, 16, 32, 32), 64)  # rows of 32, a multiple of 4 of the
 def inputs(c: Chain, dtype, layout="contiguous", addend="0-dim", param_dtype=None, bias=True, norm=True, scale=1.0):
     """x, weight, bias, addend, norm_weight, norm_bias."""
     param_dtype = param_dtype or dtype
-    randn = lambda *shape, dtype=dtype: torch.randn(shape, device="cuda").to(dtype)
+
+    def randn(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").to(dtype)
+
     x = (torch.randn(c.shape, device="cuda") * scale).to(dtype)
     channels = (c.shape[1], c.out_channels) if c.transposed else (c.out_channels, c.shape[1])
     weight = (torch.randn(*channels, *c.kernel, device="cuda") / math.sqrt(c.shape[1] * math.prod(c.kernel))).to(dtype)
