@@ -132,10 +132,11 @@ def test_one_compilation_serves_every_batch_and_every_spatial_size() -> None:
     model = Both().eval()
     compiled = torch.compile(model, backend="fxfuse", options=ALWAYS, dynamic=True)
     with torch.no_grad():
+        # Sizes that differ from one another: Dynamo takes equal sizes of the first call for one symbol, whatever the backend.
         for batch in (2, 3, 5, 8, 13):
-            check(compiled, model, volume(batch), image(batch))
+            check(compiled, model, volume(batch, 6, 7), image(batch, 6, 8))
         for size in (6, 7, 9, 12, 16):
-            check(compiled, model, volume(3, size, size + 1), image(4, size, size + 2))
+            check(compiled, model, volume(3, size, size + 1), image(3, size, size + 2))
     assert dict(counters["fxfuse"]) == BOTH and not counters["fxfuse_declined"], "compiled again for another size"
 
 

@@ -243,6 +243,9 @@ FXFUSE_INLINE Vec load_first(const T* from, int64_t n) {
   if constexpr (sizeof(T) == 4) return _mm512_maskz_loadu_ps(mask, from);
   else return widen(reinterpret_cast<HalfBits>(_mm256_maskz_loadu_epi16(mask, from)), T{});
 #else
+#if defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return _mm256_maskload_ps(from, reinterpret_cast<__m256i>(first_lanes(n)));
+#endif
   T padded[kLanes] = {};
   for (int64_t i = 0; i < n; ++i) padded[i] = from[i];
   return load(padded);
