@@ -84,7 +84,8 @@ def _by_bytes(cost: Cost) -> Choice:
     )
 
 
-# The H200's from examples/results/tails_h200.json and, for a fused convolution's headline model, fused_h200.json.
+# The H200's: bandwidth and Hopper kernels from examples/results/headline_h200.json; portable kernels from their own timings of the headline
+# models. The ceilings are matrix products of cuBLAS and, for ieee, fp32 FFMA.
 RATES: Mapping[str, Rates] = {
     "NVIDIA H200": Rates(
         bandwidth=4.0e6,

@@ -1,6 +1,6 @@
 """Tail ops on a GPU: bandwidth beside a copy's; both headline models through torch.compile beside eager and Inductor.
 
-    python examples/measure_tails.py --out examples/results/tails_h200.json
+    python examples/headline.py --out examples/results/headline_h200.json
 
 Every contender of a row is timed in turn in the same run; figures are medians of GPU times between events.
 """
