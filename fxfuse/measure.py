@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 Contender = Callable[[], Any]
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def paired_times(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
@@ -55,6 +56,19 @@ def _wall_ms(contender: Contender) -> float:
 def fp64_result(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     """The model's result in fp64, on a copy of the model; parameters and inputs as they are, only widened."""
     return copy.deepcopy(model).double()(*(x.double() for x in inputs))
+
+
+def tf32_result(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    """The fp64 result of the model whose convolution's fp32 operands are first rounded to TF32: the error that TF32 stands for."""
+    model = copy.deepcopy(model)
+    convolution = next(module for module in model.modules() if isinstance(module, CONVOLUTIONS))
+    convolution.weight.copy_(_tf32(convolution.weight))
+    return fp64_result(model, *map(_tf32, inputs))
+
+
+def _tf32(x: torch.Tensor) -> torch.Tensor:
+    """fp32 rounded to TF32's 10 bits of mantissa, to nearest, ties away from zero, as cvt.rna.tf32 does."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from fxfuse.headline import ConvGeluPool, ConvNormPoolGelu
-from fxfuse.measure import fp64_result, relative_error
+from fxfuse.measure import fp64_result, relative_error, tf32_result
 from fxfuse.report import reports
 
 pytestmark = pytest.mark.gpu
@@ -52,18 +52,6 @@ def assert_as_eager(out: torch.Tensor, model: nn.Module, *inputs: torch.Tensor) 
     # With TF32 allowed the fused op rounds fp32 operands to it, which eager's own choice of algorithm may or may not do.
     rounded = relative_error(tf32_result(model, *inputs), reference) if inputs[0].dtype == torch.float32 else 0.0
     assert relative_error(out, reference) <= max(2 * relative_error(eager, reference), 2 * rounded, 1e-6)
-
-
-def tf32_result(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
-    """The fp64 chain on a convolution whose operands are rounded to TF32: 10 bits of mantissa, to nearest, ties away from zero."""
-
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-
-    model = copy.deepcopy(model)
-    convolution = next(module for module in model.modules() if hasattr(module, "kernel_size") and hasattr(module, "weight"))
-    convolution.weight.copy_(rounded(convolution.weight))
-    return fp64_result(model, *map(rounded, inputs))
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
