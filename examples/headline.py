@@ -1,8 +1,9 @@
-"""Tail ops on a GPU: bandwidth beside a copy's; both headline models through torch.compile beside eager and Inductor.
+"""Tail ops: bandwidth beside a copy's; both headline models through torch.compile beside eager and Inductor.
 
     python examples/headline.py --out examples/results/headline_h200.json
 
-Every contender of a row is timed in turn in the same run; figures are medians of GPU times between events.
+On the GPU if there is one, else on the CPU with smaller tensors, in fp32. Every contender of a row is timed in turn in the same run; figures
+are medians, of GPU times between events or of wall times.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from fxfuse.report import reports
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "tf32"), (torch.float16, "tf32"))
 LAYOUTS = ("contiguous", "channels_last")
-CONV_OUTPUTS = {"norm_pool_gelu": (32, 64, 32, 64, 64), "gelu_pool": (128, 64, 254, 254)}
+CONV_OUTPUTS = {
+    "cuda": {"norm_pool_gelu": (32, 64, 32, 64, 64), "gelu_pool": (128, 64, 254, 254)},
+    "cpu": {"norm_pool_gelu": (4, 64, 16, 32, 64), "gelu_pool": (8, 64, 126, 126)},
+}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def in_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
@@ -46,9 +51,9 @@ def call_tail(op: str, y: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor
 
 def bandwidths(rounds: int) -> Iterator[dict[str, Any]]:
     """Each tail op alone: bytes read and written once, a microsecond, over what a copy of the same tensor reaches."""
-    for (op, shape), dtype, layout in itertools.product(CONV_OUTPUTS.items(), DTYPES, LAYOUTS):
-        y = in_layout(torch.randn(shape, device="cuda", dtype=dtype), layout)
-        bias, weight = torch.randn(2, 64, device="cuda", dtype=dtype)
+    for (op, shape), dtype, layout in itertools.product(CONV_OUTPUTS[DEVICE.type].items(), DTYPES, LAYOUTS):
+        y = in_layout(torch.randn(shape, device=DEVICE, dtype=dtype), layout)
+        bias, weight = torch.randn(2, 64, device=DEVICE, dtype=dtype)
         target = torch.empty_like(y)
         contenders = {"copy": lambda: target.copy_(y), "op": lambda: call_tail(op, y, bias, weight)}
         times = medians(paired_times(contenders, y.device, rounds))
@@ -69,7 +74,7 @@ def bandwidths(rounds: int) -> Iterator[dict[str, Any]]:
 
 def models(rounds: int) -> Iterator[dict[str, Any]]:
     """Each headline model through torch.compile; fp32 with cuDNN's TF32 allowed (torch's default) and not."""
-    for headline, (dtype, precision), layout in itertools.product(HEADLINES, KINDS, LAYOUTS):
+    for headline, (dtype, precision), layout in itertools.product(HEADLINES, KINDS if DEVICE.type == "cuda" else KINDS[:1], LAYOUTS):
         print(f"{headline.chain} {dtype} {precision} {layout}", file=sys.stderr, flush=True)
         torch.backends.cudnn.conv.fp32_precision = precision
         yield {"precision": precision if dtype == torch.float32 else "", **model_row(headline, dtype, layout, rounds)}
@@ -79,9 +84,8 @@ def model_row(headline: Headline, dtype: torch.dtype, layout: str, rounds: int) 
     """Times and errors of one headline model in one dtype and layout."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    device = torch.device("cuda")
-    model = headline.make().to(device, dtype)
-    x = in_layout(torch.rand(headline.shape(device), device=device, dtype=dtype), layout)
+    model = headline.make().to(DEVICE, dtype)
+    x = in_layout(torch.rand(headline.shape(DEVICE), device=DEVICE, dtype=dtype), layout)
     if layout == "channels_last":
         model = model.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
     contenders = {
@@ -94,7 +98,7 @@ def model_row(headline: Headline, dtype: torch.dtype, layout: str, rounds: int) 
     errors = {name: relative_error(contender(x), reference) for name, contender in contenders.items()}
     del reference
     torch.cuda.empty_cache()
-    times = medians(paired_times({name: lambda c=c: c(x) for name, c in contenders.items()}, device, rounds))
+    times = medians(paired_times({name: lambda c=c: c(x) for name, c in contenders.items()}, DEVICE, rounds))
     fused = {"always": reports()[-2].fused, "auto": reports()[-1].fused}
     return {
         "chain": headline.chain,
@@ -113,7 +117,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=30, help="rounds of paired calls")
     arguments = parser.parse_args()
-    library.load("cuda")
+    library.load(DEVICE.type)
     with torch.no_grad():
         tails = list(bandwidths(arguments.rounds))
         print(tabulate([list(row.values()) for row in tails], headers=list(tails[0]), floatfmt=".3f"), flush=True)
@@ -125,7 +129,8 @@ def main() -> int:
     ]  # fmt: skip
     headers = ("chain", "dtype", "layout", "eager", "inductor", "always", "auto", "always/ind", "auto/ind", "err eager", "err fxfuse", "auto took")
     print(tabulate(table, headers=headers, floatfmt=(*[""] * 3, *[".3f"] * 6, ".1e", ".1e")))
-    state = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "fxfuse": fxfuse.__version__}
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else f"{torch.backends.cpu.get_cpu_capability()} CPU, {torch.get_num_threads()} threads"
+    state = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "fxfuse": fxfuse.__version__}
     arguments.out.write_text(json.dumps({**state, "tails": tails, "models": rows}, indent=1) + "\n")
     return 0
 

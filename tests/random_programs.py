@@ -259,7 +259,7 @@ def pool_chain(sketch: Sketch) -> Iterator[str | None]:
 def programs(draw: Callable[..., Any]) -> Program:
     """One to three chains grown in turns, with noise between the steps."""
     sketch = Sketch(draw, draw(st.sampled_from(DTYPES)))
-    kinds = (pool_chain,) if sketch.dtype in HALVES else (norm_chain, norm_chain, pool_chain)
+    kinds = (pool_chain,) if sketch.dtype in HALVES else (norm_chain, norm_chain, norm_chain, pool_chain)
     growing = [sketch.pick(kinds)(sketch) for _ in range(sketch.pick((1, 1, 2, 2, 3)))]
     last: dict[Iterator, str] = {}
     while growing:

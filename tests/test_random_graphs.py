@@ -100,7 +100,7 @@ def test_rewritten_graphs_do_what_eager_does():
     run()
     assert counts["draws"] >= DRAWS
     # Not a test of anything if hardly a program holds a chain that is fused, or one that is not.
-    assert min(counts["conv_norm_pool_gelu"], counts["conv_gelu_pool"], counts["declined"]) >= 60, counts
+    assert min(counts["conv_norm_pool_gelu"], counts["conv_gelu_pool"], counts["declined"]) >= 40, counts
 
 
 def test_compiled_programs_do_what_eager_does():
