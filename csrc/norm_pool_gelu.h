@@ -68,20 +68,18 @@ static inline int64_t tile_span(const NormPool& p) {
 
 static inline bool addend_varies_along_w(const NormPool& p) { return p.addend && p.addend_stride[4] != 0; }
 
-// Adjacent output rows that a batch of a spatial-innermost kernel makes, so that its inputs fill half of a common L1, if they are not
-// larger. Where windows leave rows out, a batch is one output row.
+// Output rows that a batch of a spatial-innermost kernel makes: their inputs fill half of a common L1, if they are not larger.
 static inline int64_t batch_outputs(const NormPool& p) {
-  const int64_t fit = kBatchValues / p.in[2] < kBatchRows ? kBatchValues / p.in[2] : kBatchRows;
-  const int64_t more = (fit / p.kernel[0] - p.kernel[1]) / p.stride[1];
-  return p.stride[1] > p.kernel[1] || more < 0 ? 1 : 1 + more;
+  const int64_t window = p.kernel[0] * p.kernel[1], fit = kBatchValues / (p.in[2] * window), most = kBatchRows / window;
+  return fit < 1 ? 1 : fit < most ? fit : most;
 }
-static inline int64_t batch_rows(const NormPool& p) { return p.kernel[0] * ((batch_outputs(p) - 1) * p.stride[1] + p.kernel[1]); }
 
 // Floats of scratch for sums along W of a tile, which kernels read past.
 static inline int64_t sums_size(const NormPool& p) { return tile_span(p) + 3 * kMaxLanes; }
 
 static inline int64_t row_scratch(const NormPool& p) {
-  const int64_t batch = batch_outputs(p) * (p.out[2] + sums_size(p)) + (addend_varies_along_w(p) ? 2 * batch_rows(p) * (p.in[2] + kMaxLanes) : 0);
+  const int64_t batch_rows = batch_outputs(p) * p.kernel[0] * p.kernel[1];
+  const int64_t batch = batch_outputs(p) * (p.out[2] + sums_size(p)) + (addend_varies_along_w(p) ? 2 * batch_rows * (p.in[2] + kMaxLanes) : 0);
   const int64_t segment = p.segment < p.values_per_run ? p.segment : p.values_per_run, tile = p.tile + tile_span(p);
   const int64_t longer = batch > tile ? batch : tile;
   return sums_size(p) + (longer > segment ? longer : segment) + 3 * kMaxLanes;

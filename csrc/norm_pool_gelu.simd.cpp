@@ -64,52 +64,46 @@ void store_gelu(const NormPool& p, const float* pooled, int64_t to, int64_t n) {
 
 // ---- batches of rows ---------------------------------------------------------------------------------------------
 
-// Adjacent output rows of one plane, and the rows that they are pooled from: rows_per_d adjacent ones in each of num_d planes, taken in
-// the order of memory.
+// Some output rows and the rows that they are pooled from.
 template <typename T>
 struct Batch {
-  struct Output { int64_t first, count; float divisor; };  // rows of the first plane
-  int64_t first_output, num_outputs, num_d, rows_per_d, num_rows;
+  struct Output { int64_t first, count; float divisor, trace; };  // rows, in order
+  int64_t first_output, num_outputs, num_rows;
   Output outputs[kBatchRows];
   const T* rows[kBatchRows];
-  float trace[kBatchRows];
 };
 
 // Fills a batch from `out` on, up to `end` and max_outputs, and moves `out` behind it. values: holds the rows where T is not the input's
 // type, because an addend changes along W.
 template <typename Input, typename T>
 void gather(const NormPool& p, OutputRow& out, int64_t end, int64_t max_outputs, float* values, Batch<T>& batch) {
+  const int64_t w = p.in[2];
+  const bool by_channel = constant_by_channel(p), along_w = addend_varies_along_w(p);
   batch.first_output = out.index;
   batch.num_outputs = batch.num_rows = 0;
-  if (out.index >= end) return;
-  const Row at = out.at;
-  const Window d = out.d;
-  const int64_t w = p.in[2], h_begin = out.h.begin;
-  int64_t h_end;
-  do {
-    batch.outputs[batch.num_outputs++] = {out.h.begin - h_begin, out.h.end - out.h.begin, out.divisor(p)};
-    h_end = out.h.end;
-    out.next(p, p.c);
-  } while (batch.num_outputs < max_outputs && out.index < end && out.at.h != 0);
-  batch.num_d = d.end - d.begin;
-  batch.rows_per_d = h_end - h_begin;
-  const bool by_channel = constant_by_channel(p), along_w = addend_varies_along_w(p);
-  float constant = row_constant(p, {at.n, at.c, d.begin, h_begin});
-  for (int64_t id = d.begin; id < d.end; ++id) {
-    for (int64_t ih = h_begin; ih < h_end; ++ih) {
-      const int64_t r = batch.num_rows++;
-      if (!by_channel) constant = row_constant(p, {at.n, at.c, id, ih});
-      const Input* x = static_cast<const Input*>(p.input) + (((at.n * p.c + at.c) * p.in[0] + id) * p.in[1] + ih) * w;
-      batch.trace[r] = trace_of(constant);
-      batch.rows[r] = reinterpret_cast<const T*>(x);
-      if (!along_w) continue;
-      float* row = values + r * (w + kMaxLanes);
-      load_addend(p, {at.n, at.c, id, ih}, constant, 0, w, row);
-      for_each_step(w, [&](int64_t i, auto step) {
-        each<step.kVecs>([&](int k) { store(row + i + k * kLanes, load(row + i + k * kLanes) + step.load(x + i, k)); });
-      });
-      batch.rows[r] = reinterpret_cast<const T*>(row);
+  for (; batch.num_outputs < max_outputs && out.index < end; out.next(p, p.c)) {
+    auto& output = batch.outputs[batch.num_outputs++];
+    output = {batch.num_rows, 0, out.divisor(p), 0.f};
+    float constant = row_constant(p, {out.at.n, out.at.c, out.d.begin, out.h.begin});
+    for (int64_t d = out.d.begin; d < out.d.end; ++d) {
+      for (int64_t h = out.h.begin; h < out.h.end; ++h) {
+        const Row row{out.at.n, out.at.c, d, h};
+        if (!by_channel) constant = row_constant(p, row);
+        const Input* x = static_cast<const Input*>(p.input) + (((row.n * p.c + row.c) * p.in[0] + d) * p.in[1] + h) * w;
+        if (!along_w) {
+          output.trace += trace_of(constant);
+          batch.rows[batch.num_rows++] = reinterpret_cast<const T*>(x);
+          continue;
+        }
+        load_addend(p, row, constant, 0, w, values);
+        for_each_step(w, [&](int64_t i, auto step) {
+          each<step.kVecs>([&](int k) { store(values + i + k * kLanes, load(values + i + k * kLanes) + step.load(x + i, k)); });
+        });
+        batch.rows[batch.num_rows++] = reinterpret_cast<const T*>(values);
+        values += w + kMaxLanes;
+      }
     }
+    output.count = batch.num_rows - output.first;
   }
 }
 
@@ -127,9 +121,7 @@ void take_statistics(const Batch<T>& batch, const Batch<T>& next, int64_t w, flo
   }
   for (int64_t r = 0; r < batch.num_rows; r += kLanes) store(scales.mean + r, sum_each(sum1 + r) / count);
   for (int64_t r = 0; r < batch.num_rows; ++r) {
-#ifndef NOPF
     if (r < next.num_rows) prefetch(next.rows[r], w);
-#endif
     const Vec mean = splat(scales.mean[r]);
     Vec part1[4] = {}, part2[4] = {};
     for_each_step(w, [&](int64_t i, auto step) {
@@ -147,29 +139,22 @@ void take_statistics(const Batch<T>& batch, const Batch<T>& next, int64_t w, flo
     const Vec residual = sum_each(sum1 + r) / count, variance = sum_each(sum2 + r) / count - residual * residual;
     const Vec rstd = 1.f / sqrt((variance < 0.f ? Vec{} : variance) + eps);
     store(scales.rstd + r, rstd);
-    store(scales.shift + r, load(batch.trace + r) - residual * rstd);
-  }
-}
-
-// f(r) for each row of an output.
-template <typename T, typename F>
-FXFUSE_INLINE void for_each_row(const Batch<T>& batch, const typename Batch<T>::Output& output, F&& f) {
-  for (int64_t d = 0; d < batch.num_d; ++d) {
-    for (int64_t h = 0; h < output.count; ++h) f(d * batch.rows_per_d + output.first + h);
+    store(scales.shift + r, -residual * rstd);
   }
 }
 
 // acc = the sum of an output's normalised rows.
 template <typename T>
 FXFUSE_INLINE void sum_normalised(const NormPool& p, const Batch<T>& batch, const BatchScales& scales, const typename Batch<T>::Output& output, float* acc) {
-  float shifts = 0.f;
-  for_each_row(batch, output, [&](int64_t r) { shifts += scales.shift[r]; });
+  const int64_t begin = output.first, end = output.first + output.count;
+  float shifts = output.trace;
+  for (int64_t r = begin; r < end; ++r) shifts += scales.shift[r];
   for_each_step(p.in[2], [&](int64_t i, auto step) {
     Vec sum[step.kVecs] = {};
-    for_each_row(batch, output, [&](int64_t r) {
+    for (int64_t r = begin; r < end; ++r) {
       const Vec mean = splat(scales.mean[r]), rstd = splat(scales.rstd[r]);
       each<step.kVecs>([&](int k) { sum[k] += (step.load(batch.rows[r] + i, k) - mean) * rstd; });
-    });
+    }
     each<step.kVecs>([&](int k) { store(acc + i + k * kLanes, step.keep(sum[k] + shifts)); });
   });
 }
@@ -177,17 +162,17 @@ FXFUSE_INLINE void sum_normalised(const NormPool& p, const Batch<T>& batch, cons
 // The same with weight and bias, in the order that gives nan and inf where layer_norm has them.
 template <typename T>
 FXFUSE_INLINE void sum_affine(const NormPool& p, const Batch<T>& batch, const BatchScales& scales, const typename Batch<T>::Output& output, float* acc) {
-  const auto num_rows = static_cast<float>(batch.num_d * output.count);
+  const int64_t begin = output.first, end = output.first + output.count;
   for_each_step(p.in[2], [&](int64_t i, auto step) {
     Vec sum[step.kVecs], weight[step.kVecs];
     each<step.kVecs>([&](int k) {
       weight[k] = step.load(p.norm_weight + i, k);
-      sum[k] = step.load(p.norm_bias + i, k) * num_rows;
+      sum[k] = step.load(p.norm_bias + i, k) * static_cast<float>(output.count) + output.trace;
     });
-    for_each_row(batch, output, [&](int64_t r) {
+    for (int64_t r = begin; r < end; ++r) {
       const Vec mean = splat(scales.mean[r]), rstd = splat(scales.rstd[r]), shift = splat(scales.shift[r]);
       each<step.kVecs>([&](int k) { sum[k] += ((step.load(batch.rows[r] + i, k) - mean) * rstd + shift) * weight[k]; });
-    });
+    }
     each<step.kVecs>([&](int k) { store(acc + i + k * kLanes, step.keep(sum[k])); });
   });
 }
@@ -195,7 +180,7 @@ FXFUSE_INLINE void sum_affine(const NormPool& p, const Batch<T>& batch, const Ba
 // Rows that fit into batches, whose statistics are their own.
 template <typename Input, typename T>
 void pool_batches(const NormPool& p, float* scratch, int64_t begin, int64_t end) {
-  const int64_t max_outputs = batch_outputs(p), values_size = batch_rows(p) * (p.in[2] + kMaxLanes);
+  const int64_t max_outputs = batch_outputs(p), values_size = max_outputs * p.kernel[0] * p.kernel[1] * (p.in[2] + kMaxLanes);
   float* pooled = scratch + max_outputs * sums_size(p);
   float* first_values = pooled + max_outputs * p.out[2] + kMaxLanes;
   float* values[2] = {first_values, first_values + values_size};

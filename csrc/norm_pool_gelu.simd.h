@@ -1,7 +1,7 @@
 // What the kernels of both memory orders share.
 #pragma once
 
-#include "common/simd_gelu.h"
+#include "common/simd.h"
 #include "norm_pool_gelu.h"
 
 namespace fxfuse::FXFUSE_ISA {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 
 def paired_times(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every call, by contender. Each round calls every contender once, so that drift of the machine hits all alike.
+    """Milliseconds of every call, by contender. Each round calls every contender once, so that drift of the machine hits all alike, and in an
+    order of its own, so that none always follows the same other one.
 
     On CUDA: GPU time between events on the current stream; else wall time.
     """
@@ -25,9 +27,10 @@ def paired_times(contenders: Mapping[str, Contender], device: torch.device, roun
         timed(contender)
         timed(contender)
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    shuffled = random.Random(0)
     for _ in range(rounds):
-        for name, contender in contenders.items():
-            times[name].append(timed(contender))
+        for name in shuffled.sample(list(contenders), len(contenders)):
+            times[name].append(timed(contenders[name]))
     return times
 
 
@@ -48,6 +51,8 @@ def _cuda_ms(contender: Contender) -> float:
 
 
 def _wall_ms(contender: Contender) -> float:
+    # Eager's OpenMP threads and those of Inductor's own runtime spin for a while after a call, on the cores that the next one needs.
+    time.sleep(0.01)
     start = time.perf_counter()
     contender()
     return (time.perf_counter() - start) * 1e3
