@@ -1,7 +1,6 @@
 """Choosing: for a match, the first implementation whose conditions hold and that is predicted not to be slower than Inductor.
 
-A prediction is a sum: bytes / bandwidth + operations / their rate + kernels * launch, with the rates of a device measured in committed
-result files (`examples/results/`). What Inductor would do is counted by its floor, the larger of its bytes and its operations at the
+A prediction is a sum: bytes / bandwidth + operations / their rate + kernels * launch, with the rates of a measured device (`RATES`). What Inductor would do is counted by its floor, the larger of its bytes and its operations at the
 device's ceiling: a fused convolution is taken only where it beats a convolution that no library reaches. On a device that was never
 measured the bytes decide, with a margin, and the report says so.
 """
@@ -15,6 +14,9 @@ import torch
 
 # On a device that was never measured an op must save this share of the bytes that Inductor moves.
 UNMEASURED_MARGIN = 0.2
+
+# The rates of fused convolutions were measured on work that fills a device; a prediction of fewer microseconds says nothing.
+SHORTEST_MEASURED = 50.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def decide(cost: Cost, rates: Rates | None, select: str) -> Choice:
     if cost.flops and cost.kernel not in rates.flops:
         return Choice(False, f"the {cost.kernel} kernel was not measured on this device")
     work = cost.flops / rates.flops[cost.kernel] if cost.flops else 0.0
+    if cost.flops and work < SHORTEST_MEASURED:
+        return Choice(False, f"predicted {work:.0f} us of work, under the {SHORTEST_MEASURED:.0f} us from which rates were measured")
     own = cost.bytes / rates.bandwidth + work + cost.kernels * rates.launch
     floor = cost.inductor_flops / rates.ceilings[cost.operand] if cost.inductor_flops else 0.0
     inductor = max(cost.inductor_bytes / rates.bandwidth, floor) + cost.inductor_kernels * rates.launch
@@ -84,8 +88,9 @@ def _by_bytes(cost: Cost) -> Choice:
     )
 
 
-# The H200's: bandwidth and Hopper kernels from examples/results/headline_h200.json; portable kernels from their own timings of the headline
-# models. The ceilings are matrix products of cuBLAS and, for ieee, fp32 FFMA.
+# The H200's. In examples/results/headline_h200.json: the tails' bandwidth, and the Hopper kernels on the headline models. Timed while the
+# kernels were written, in no committed file yet: the portable kernels, and the ceilings (cuBLAS products; fp32 FFMA for ieee). `launch` is
+# an assumption.
 RATES: Mapping[str, Rates] = {
     "NVIDIA H200": Rates(
         bandwidth=4.0e6,

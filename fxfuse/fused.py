@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,18 +17,54 @@ from .view import Call
 SHARED_BYTES = 228 * 1024
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What conditions and costs ask of a CUDA device. shared_bytes: shared memory of a multiprocessor."""
+
+    major: int
+    num_processors: int
+    shared_bytes: int
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The facts of a CUDA device; None for another device, or where this process sees no GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return Gpu(found.major, found.multi_processor_count, found.shared_memory_per_multiprocessor)
+
+
 def fused_convolution(conv: Call) -> Iterator[Condition]:
     """Conditions on the convolution and the device, whatever the chain."""
     weight = conv.tensor("weight")
     dtypes = [conv.tensor(name).dtype for name in ("input", "weight")] + [conv.value.dtype]
-    yield len(set(dtypes)) == 1 and dtypes[0] in KERNEL_DTYPES, f"input, weight and result are {', '.join(map(str, dtypes))}, not one kernel dtype"
+    one = len(set(dtypes)) == 1 and dtypes[0] in KERNEL_DTYPES
+    yield one, f"input, weight and result are {', '.join(map(str, dtypes))}, not one kernel dtype"
     yield conv.groups == 1, f"the convolution has {conv.groups} groups"
     yield all(isinstance(size, int) for size in weight.shape), "the weight's shape is not constant"
     geometry = [*conv.stride, *conv.dilation, *conv.output_padding]
     yield all(isinstance(n, int) for n in geometry), "the convolution's geometry is not constant"
     yield numeric_padding(conv) is not None, f"the padding {conv.padding!r} is not constant, or not the same on both sides"
     yield conv.value.device.type == "cuda", "the convolution is on a CPU, whose library runs it best"
-    yield torch.cuda.is_available() and _shared_bytes(conv.value.device) >= SHARED_BYTES, f"the device has less than {SHARED_BYTES} bytes of shared memory"
+    gpu = gpu_of(conv.value.device)
+    yield gpu is not None, "there is no GPU to run it on"
+    yield gpu.shared_bytes >= SHARED_BYTES, f"the device has {gpu.shared_bytes} bytes of shared memory a multiprocessor, under {SHARED_BYTES}"
+
+
+def convolution(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+) -> torch.Tensor:
+    """The convolution inside an op, for the op's fake: [N, C, ...] or, unlike aten::convolution alone, [C, ...]."""
+    batched = input.dim() == weight.dim()
+    batch = input if batched else input.unsqueeze(0)
+    output = torch.ops.aten.convolution(batch, weight, None, stride, padding, dilation, transposed, output_padding, 1)
+    return output if batched else output.squeeze(0)
 
 
 def numeric_padding(conv: Call) -> list[int] | None:
@@ -53,7 +90,3 @@ def convolution_flops(conv: Call) -> float:
     c_in = weight.shape[0] if conv.transposed else weight.shape[1]
     taps = math.prod(weight.shape[2:]) / (math.prod(conv.stride) if conv.transposed else 1)
     return 2.0 * c_in * taps * math.prod(torch_private.hint(size) for size in conv.value.shape)
-
-
-def _shared_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor

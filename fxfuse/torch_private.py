@@ -1,7 +1,7 @@
 """Every private torch API that fxfuse uses, in one place. Checked on torch 2.11.0 (CUDA 13.0) and 2.13.0 (CPU).
 
-Each function says why no public API serves. Nothing else in the package may reach into a torch module that starts with an underscore,
-apart from `torch._dynamo.utils.counters` and `torch._C._nn`, which are how torch itself spells these ops and counts.
+Each function says why no public API serves. The rest of the package names only what every FX pass must: the types of ops in `torch._ops`,
+schemas (`torch._C.FunctionSchema`), `torch._C._nn`, `torch.utils._pytree`, and Dynamo's counters.
 """
 
 from __future__ import annotations

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxfuse import precision, torch_private
+from fxfuse import fused, precision, torch_private
 from fxfuse.chain import Chain, Condition, Implementation, Step
 from fxfuse.choose import Cost
 from fxfuse.conditions import kernel_dtypes, number_of_bytes, parameter_dtype
-from fxfuse.fused import convolution_flops, fused_convolution, numeric_padding, operand_of
 from fxfuse.ops import define
 from fxfuse.replacement import Emitter
 from fxfuse.values import value_of
@@ -25,7 +24,9 @@ from fxfuse.view import Call
 
 # Padded values of a weight that fit the fused op's workspace.
 MOST_WEIGHTS = 2**19
-# What a GELU and its sum cost an output element, in operations of the matrix units that take as long (examples/results/).
+# K steps whose weights the Hopper kernel keeps in shared memory.
+HOPPER_STEPS = 48
+# What a GELU and its sum cost an output element, in operations of the matrix units that take about as long on an H200.
 GELU_FLOPS = 200.0
 
 POOLS = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
@@ -82,7 +83,7 @@ def conv_gelu_pool_fake(
     precision: "tf32" or "ieee", how fp32 inputs are multiplied.
     """
     dims = weight.dim() - 2
-    output = torch.ops.aten.convolution(input, weight, None, stride, padding, dilation, False, [0] * dims, 1)
+    output = fused.convolution(input, weight, stride, padding, dilation, False, [0] * dims)
     return gelu_pool_fake(output, bias, [1] * dims, keepdim, approximate, out_dtype)
 
 
@@ -114,21 +115,23 @@ def requires(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:
 
 def fused_takes(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:
     """What the kernels of `csrc/conv_gelu_pool.cu` take (`conv_gelu_pool_takes` there bounds the weights)."""
-    yield from fused_convolution(conv)
+    yield from fused.fused_convolution(conv)
     yield not conv.transposed, "the convolution is transposed"
-    yield pool.word == "mean" or set(pool.output_size) == {1}, f"the pool's output size {_text(pool.output_size)} is not global"
-    c_out, c_in, *kernel = conv.tensor("weight").shape
-    packed = _padded(c_in, 8) * _padded(c_out, 64) * math.prod(kernel)
-    yield packed <= MOST_WEIGHTS, f"the weight of shape {list(conv.tensor('weight').shape)} takes {packed} padded values, over {MOST_WEIGHTS}"
-    image = conv.tensor("input").numel() // max(conv.tensor("input").shape[0], 1) if conv.value.dim() == conv.dims + 2 else conv.tensor("input").numel()
-    yield torch_private.known_true(image < 2**31) or torch_private.hint(image) < 2**28, "an image has 2^31 elements or more"
+    if pool.word != "mean":
+        yield set(pool.output_size) == {1}, f"the pool's output size {_text(pool.output_size)} is not global"
+    weight = conv.tensor("weight").shape
+    packed = _padded(weight[1], 8) * _padded(weight[0], 64) * math.prod(weight[2:])
+    yield packed <= MOST_WEIGHTS, f"the weight of shape {list(weight)} takes {packed} padded values, over {MOST_WEIGHTS}"
+    # The op itself refuses a larger image where sizes vary: comparing a symbolic size here would install a guard.
+    image = math.prod(torch_private.hint(size) for size in conv.tensor("input").shape[-conv.dims - 1 :])
+    yield image < 2**31, f"an image of the input has {image} elements, 2^31 or more"
 
 
 def fused_replace(emit: Emitter, conv: Call, gelu: Call, pool: Call) -> fx.Node:
     """The whole chain as one op."""
 
     def pooled(keepdim: bool) -> fx.Node:
-        geometry = [list(conv.stride), numeric_padding(conv), list(conv.dilation)]
+        geometry = [list(conv.stride), fused.numeric_padding(conv), list(conv.dilation)]
         own = (keepdim, gelu.approximate, precision.current(), _out_dtype(conv, pool))
         return emit(conv_gelu_pool, conv.input, conv.weight, conv.bias, *geometry, *own)
 
@@ -140,19 +143,28 @@ def fused_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
     reads its input and writes its output, and a reduction that reads that once."""
     read, between = number_of_bytes(conv.tensor("input")), 2 * number_of_bytes(conv.value)
     outputs = math.prod(torch_private.hint(size) for size in conv.value.shape)
-    hopper = set(conv.stride) == {1} and conv.value.shape[1 if conv.value.dim() == conv.dims + 2 else 0] > 32
-    path = "hopper" if hopper and torch.cuda.get_device_properties(conv.value.device).major == 9 else "portable"
-    flops = convolution_flops(conv)
+    path = "hopper" if _hopper_takes(conv) else "portable"
+    flops = fused.convolution_flops(conv)
     return Cost(
         read,
         3,
         read + between,
         2,
         flops=flops + GELU_FLOPS * outputs,
-        kernel=f"conv_gelu_pool {path} {operand_of(conv)}",
+        kernel=f"conv_gelu_pool {path} {fused.operand_of(conv)}",
         inductor_flops=flops,
-        operand=operand_of(conv),
+        operand=fused.operand_of(conv),
     )
+
+
+def _hopper_takes(conv: Call) -> bool:
+    """Mirrors `make_hopper_tiling` of csrc/conv_gelu_pool_hopper_plan.cuh, but for its search of a tile of which two fit a multiprocessor."""
+    c_out, c_in, *kernel = conv.tensor("weight").shape
+    # 16 bytes of channels make a chunk, two chunks of a tap a step; fp32-accurate products take each step for two parts of the weights.
+    chunks = math.ceil(c_in / (16 // conv.tensor("weight").element_size()))
+    steps = math.ceil(chunks * math.prod(kernel) / 2) * (2 if fused.operand_of(conv) == "ieee" else 1)
+    gpu = fused.gpu_of(conv.value.device)
+    return gpu is not None and gpu.major == 9 and set(conv.stride) == {1} and c_out > 32 and steps <= HOPPER_STEPS
 
 
 def tail_takes(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxfuse import precision, torch_private
+from fxfuse import fused, precision, torch_private
 from fxfuse.chain import Chain, Condition, Implementation, Step
 from fxfuse.choose import Cost
 from fxfuse.conditions import kernel_dtypes, number_of_bytes, parameter_dtype, same_shape
-from fxfuse.fused import convolution_flops, fused_convolution, numeric_padding, operand_of
 from fxfuse.ops import define
 from fxfuse.replacement import Emitter
 from fxfuse.values import value_of
@@ -85,7 +84,7 @@ def conv_norm_pool_gelu_fake(
 
     precision: "tf32" or "ieee", how fp32 inputs are multiplied. addend: one value, or one for each channel.
     """
-    output = torch.ops.aten.convolution(input, weight, None, stride, padding, [1, 1, 1], transposed, output_padding, 1)
+    output = fused.convolution(input, weight, stride, padding, [1, 1, 1], transposed, output_padding)
     dtype = input.dtype if out_dtype is None else out_dtype
     return input.new_empty(F.avg_pool3d(output.new_empty(output.shape), pool_size).shape, dtype=dtype)
 
@@ -131,7 +130,7 @@ def addend_conditions(conv: Call, add: Call) -> Iterator[Condition]:
 
 def fused_takes(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Iterator[Condition]:
     """What the kernels of `csrc/conv_norm_pool_gelu.cu` take."""
-    yield from fused_convolution(conv)
+    yield from fused.fused_convolution(conv)
     yield max(conv.tensor("weight").shape[2:]) <= 5, f"the kernel {list(conv.tensor('weight').shape[2:])} has a size over 5"
     yield set(conv.stride) <= {1, 2}, f"the stride {list(conv.stride)} is not made of 1 and 2"
     yield set(conv.dilation) == {1}, f"the dilation {list(conv.dilation)} is not 1"
@@ -144,8 +143,9 @@ def fused_takes(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call
     yield pool.divisor_override is None, "avg_pool3d has a divisor_override"
     if add is not None and isinstance(value_of(_addend(add)), torch.Tensor):
         shape = value_of(_addend(add)).shape
-        per_channel = len(shape) >= 4 and all(torch_private.known_true(n == 1) for n in (*shape[:-4], *shape[-3:]))
-        yield not shape or all(n == 1 for n in shape) or per_channel, f"the addend of shape {list(shape)} is not one value or one a channel"
+        # All sizes but the channels', if it has that many dimensions, are 1.
+        others = (*shape[:-4], *shape[-3:]) if len(shape) >= 4 else shape
+        yield all(torch_private.known_true(n == 1) for n in others), f"the addend of shape {list(shape)} is not one value or one a channel"
 
 
 def fused_replace(emit: Emitter, conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> fx.Node:
@@ -161,7 +161,7 @@ def fused_replace(emit: Emitter, conv: Call, add: Call | None, norm: Call, pool:
         norm.bias,
         conv.transposed,
         list(conv.stride),
-        numeric_padding(conv),
+        fused.numeric_padding(conv),
         list(conv.output_padding),
         scale,
         number,
@@ -178,7 +178,7 @@ def fused_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call)
     reads its input and writes its output, and a tail that reads that once."""
     read, written = number_of_bytes(conv.tensor("input")), number_of_bytes(gelu.value)
     own, between = read + written, 2 * number_of_bytes(conv.value)
-    path, operand, flops = "hopper" if _hopper_takes(conv, pool) else "portable", operand_of(conv), convolution_flops(conv)
+    path, operand, flops = "hopper" if _hopper_takes(conv, pool) else "portable", fused.operand_of(conv), fused.convolution_flops(conv)
     kernel = f"conv_norm_pool_gelu {path} {operand}"
     return Cost(own, 2, own + between, 2, flops=flops, kernel=kernel, inductor_flops=flops, operand=operand)
 
@@ -186,12 +186,12 @@ def fused_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call)
 def _hopper_takes(conv: Call, pool: Call) -> bool:
     """Mirrors `hopper_takes` of csrc/conv_norm_pool_gelu_hopper_plan.cuh with the example sizes."""
     n, c_in, _, height, width = ([1] + [torch_private.hint(size) for size in conv.tensor("input").shape])[-5:]
-    doubles = conv.transposed and set(conv.stride) == {2} and set(numeric_padding(conv)) == {1} and set(conv.output_padding) == {1}
+    doubles = conv.transposed and set(conv.stride) == {2} and set(fused.numeric_padding(conv)) == {1} and set(conv.output_padding) == {1}
     doubles = doubles and set(conv.tensor("weight").shape[2:]) == {3} and set(pool.kernel_size) == {2}
     c_out = conv.tensor("weight").shape[1]
-    device = torch.cuda.get_device_properties(conv.value.device)
-    fills = 2 * n * math.ceil(height / 4) >= device.multi_processor_count
-    return doubles and device.major == 9 and width == 32 and c_in <= 32 and 32 < c_out <= 64 and fills
+    gpu = fused.gpu_of(conv.value.device)
+    fills = gpu is not None and gpu.major == 9 and 2 * n * math.ceil(height / 4) >= gpu.num_processors
+    return doubles and width == 32 and c_in <= 32 and 32 < c_out <= 64 and fills
 
 
 def tail_takes(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Iterator[Condition]:
