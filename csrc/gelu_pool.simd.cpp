@@ -3,7 +3,8 @@
 // Bytes moved: the input once; windows of an adaptive pool that overlap share a row at most. About 25 instructions a vector, nearly all
 // of them GELU's, so that the loops only have to stay out of its way: loads are whole vectors whatever the layout, and sums go
 // to registers or to a row in L1. Sums of at most 16 values a lane are taken in fp32 and then added up in double.
-#include "common/simd.h"
+#include "common/simd_gelu.h"
+#include "common/simd_lanes.h"
 #include "gelu_pool.h"
 
 namespace fxfuse::FXFUSE_ISA {
@@ -18,14 +19,15 @@ double sum_of_gelu(const T* x, int64_t n, float bias) {
   DoubleSum total;
   constexpr int64_t kBlock = 4 * kAddedInFloat * kLanes;
   for (int64_t begin = 0; begin < n; begin += kBlock) {
-    Vec sums[4] = {};
+    Vec sum{};
     for_each_step(n - begin < kBlock ? n - begin : kBlock, [&](int64_t i, auto step) {
-      Vec y[step.kVecs];
+      Vec y[step.kVecs], step_sum{};
       each<step.kVecs>([&](int k) { y[k] = step.load(x + begin + i, k) + bias; });
       gelu<tanh_form>(y);
-      each<step.kVecs>([&](int k) { sums[k] += step.keep(y[k]); });
+      each<step.kVecs>([&](int k) { step_sum += step.keep(y[k]); });
+      sum += step_sum;
     });
-    total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    total += sum;
   }
   return total.of_lanes();
 }

@@ -159,8 +159,8 @@ FXFUSE_INLINE void add_pooled(const NormPool& p, const Block<kVecs>& block, cons
 
 // Sums of n outputs from w on become outputs, in kRows output rows that are `across` rows apart.
 template <int kRows>
-FXFUSE_INLINE void finish(const NormPool& p, Vec (&sums)[kRows], Vec divisor, int64_t row, int64_t across, int64_t w, int64_t n) {
-  each<kRows>([&](int k) { sums[k] /= divisor; });
+FXFUSE_INLINE void finish(const NormPool& p, Vec (&sums)[kRows], Vec share, int64_t row, int64_t across, int64_t w, int64_t n) {
+  each<kRows>([&](int k) { sums[k] *= share; });
   p.tanh_form ? gelu_tanh(sums) : gelu_erf(sums);
   each<kRows>([&](int k) { store_as(p.output_dtype, p.output, (row + k * across) * p.out[2] + w, sums[k], n); });
 }
@@ -170,7 +170,7 @@ template <int kVecs>
 void finish_block(const NormPool& p, const Block<kVecs>& block, const Tile& tile, const float* acc, const OutputRow& out) {
   const int64_t across = p.out[0] * p.out[1];  // from a channel's output row to the next channel's
   for (int64_t o = 0; o < tile.count; o += kLanes) {
-    const Vec divisor = load(p.w_count + tile.first + o) * out.divisor(p);
+    const Vec share = load(p.w_share + tile.first + o) * out.share(p);
     for (int v = 0; v < kVecs; ++v) {
       Vec rows[kLanes];
       for (int i = 0; i < kLanes; ++i) rows[i] = load(acc + (o + i) * block.kPadded + v * kLanes);
@@ -180,11 +180,11 @@ void finish_block(const NormPool& p, const Block<kVecs>& block, const Tile& tile
       int64_t i = 0;
       for (; i + 4 <= channels; i += 4) {
         Vec sums[4] = {rows[i], rows[i + 1], rows[i + 2], rows[i + 3]};
-        finish(p, sums, divisor, row + i * across, across, tile.first + o, tile.count - o);
+        finish(p, sums, share, row + i * across, across, tile.first + o, tile.count - o);
       }
       for (; i < channels; ++i) {
         Vec sums[1] = {rows[i]};
-        finish(p, sums, divisor, row + i * across, across, tile.first + o, tile.count - o);
+        finish(p, sums, share, row + i * across, across, tile.first + o, tile.count - o);
       }
     }
   }

@@ -151,11 +151,11 @@ struct Affine {
   const float* bias_data() const { return bias ? data_of(bias) : filler.empty() ? nullptr : filler.data(); }
 };
 
-// The divisor's count along W for each output, padded to whole vectors.
-std::vector<float> counts_along_w(const NormPool& p) {
-  std::vector<float> counts(p.out[2] + kMaxLanes, 1.f);
-  for (int64_t o = 0; p.divisor == 0.f && o < p.out[2]; ++o) counts[o] = static_cast<float>(pool_window(p, 2, o).count);
-  return counts;
+// 1 / the divisor's count along W for each output, padded to whole vectors.
+std::vector<float> shares_along_w(const NormPool& p) {
+  std::vector<float> shares(p.out[2] + kMaxLanes, 1.f);
+  for (int64_t o = 0; p.divisor == 0.f && o < p.out[2]; ++o) shares[o] = 1.f / static_cast<float>(pool_window(p, 2, o).count);
+  return shares;
 }
 
 Tensor norm_pool_gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::optional<Tensor>& addend,
@@ -195,7 +195,7 @@ Tensor norm_pool_gelu(const Tensor& input, const std::optional<Tensor>& bias, co
       .norm_weight = affine.weight_data(), .norm_bias = affine.bias_data(), .eps = static_cast<float>(eps),
       .kernel = {kernel_size[0], kernel_size[1], kernel_size[2]}, .stride = {stride[0], stride[1], stride[2]},
       .padding = {padding[0], padding[1], padding[2]}, .count_include_pad = count_include_pad,
-      .divisor = static_cast<float>(divisor_override.value_or(0)), .w_count = nullptr, .tanh_form = tanh_form,
+      .divisor = static_cast<float>(divisor_override.value_or(0)), .w_share = nullptr, .tanh_form = tanh_form,
       .tile = 0, .run_rows = 1, .values_per_run = size[4], .segment = channels_last ? kLongestColumn / 2 : kLongestRow / 2};
   for (int64_t i = 5 - norm_ndim; i < 4; ++i) {
     if (i >= 0 && !(channels_last && i == 1)) p.rows_per_block *= size[i];
@@ -203,8 +203,8 @@ Tensor norm_pool_gelu(const Tensor& input, const std::optional<Tensor>& bias, co
   const bool along_volume = addend_stride[2] != 0 || addend_stride[3] != 0 || addend_stride[4] != 0;
   for (int64_t i = 3; i >= 2 && !channels_last && !along_volume && i >= 5 - norm_ndim; --i) p.run_rows *= size[i];
   p.values_per_run *= p.run_rows;
-  const std::vector<float> w_count = counts_along_w(p);
-  p.w_count = w_count.data();
+  const std::vector<float> w_share = shares_along_w(p);
+  p.w_share = w_share.data();
   const bool one_pass = is_one_pass(p, norm_ndim, channels_last);
   p.tile = tile_of(p, one_pass, channels_last);
 

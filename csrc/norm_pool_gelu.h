@@ -30,7 +30,7 @@ struct NormPool {
   int64_t kernel[3], stride[3], padding[3];
   bool count_include_pad;
   float divisor;         // divisor_override, or 0
-  const float* w_count;  // [out W + kMaxLanes]: what the divisor counts along W; 1 under divisor_override
+  const float* w_share;  // [out W + kMaxLanes]: 1 / what the divisor counts along W; 1 under divisor_override
   bool tanh_form;
 
   int64_t tile;            // outputs along W that one task makes
@@ -40,8 +40,8 @@ struct NormPool {
 };
 
 constexpr int64_t kMaxChannels = 64;    // channels that one task of a channel-innermost kernel takes
-constexpr int64_t kBatchRows = 32;      // rows that a spatial-innermost kernel works on at a time
-constexpr int64_t kBatchValues = 4096;  // and their values
+constexpr int64_t kBatchRows = 64;      // rows that a spatial-innermost kernel works on at a time
+constexpr int64_t kBatchValues = 2048;  // and their values
 
 // The statistics pass leaves the mean and sum of squared deviations of each segment; `Scales` are what a block's make of them:
 // layer_norm(y) = (y - mean) * rstd + shift, where shift carries what the fp32 mean cannot hold (at mean 1e4 that is 5e-4).
@@ -68,18 +68,20 @@ static inline int64_t tile_span(const NormPool& p) {
 
 static inline bool addend_varies_along_w(const NormPool& p) { return p.addend && p.addend_stride[4] != 0; }
 
-// Output rows that a batch of a spatial-innermost kernel makes: their inputs fill half of a common L1, if they are not larger.
+// Adjacent output rows that a batch of a spatial-innermost kernel makes, so that inputs and sums stay in L1 beside the next batch, if inputs are not
+// larger. Where windows leave rows out, a batch is one output row.
 static inline int64_t batch_outputs(const NormPool& p) {
-  const int64_t window = p.kernel[0] * p.kernel[1], fit = kBatchValues / (p.in[2] * window), most = kBatchRows / window;
-  return fit < 1 ? 1 : fit < most ? fit : most;
+  const int64_t fit = kBatchValues / p.in[2] < kBatchRows ? kBatchValues / p.in[2] : kBatchRows;
+  const int64_t more = (fit / p.kernel[0] - p.kernel[1]) / p.stride[1];
+  return p.stride[1] > p.kernel[1] || more < 0 ? 1 : 1 + more;
 }
+static inline int64_t batch_rows(const NormPool& p) { return p.kernel[0] * ((batch_outputs(p) - 1) * p.stride[1] + p.kernel[1]); }
 
 // Floats of scratch for sums along W of a tile, which kernels read past.
-static inline int64_t sums_size(const NormPool& p) { return tile_span(p) + 3 * kMaxLanes; }
+static inline int64_t sums_size(const NormPool& p) { return (tile_span(p) + 3 * kMaxLanes) / kMaxLanes * kMaxLanes + kMaxLanes; }
 
 static inline int64_t row_scratch(const NormPool& p) {
-  const int64_t batch_rows = batch_outputs(p) * p.kernel[0] * p.kernel[1];
-  const int64_t batch = batch_outputs(p) * (p.out[2] + sums_size(p)) + (addend_varies_along_w(p) ? 2 * batch_rows * (p.in[2] + kMaxLanes) : 0);
+  const int64_t batch = batch_outputs(p) * (p.out[2] + sums_size(p)) + (addend_varies_along_w(p) ? 2 * batch_rows(p) * (p.in[2] + kMaxLanes) : 0);
   const int64_t segment = p.segment < p.values_per_run ? p.segment : p.values_per_run, tile = p.tile + tile_span(p);
   const int64_t longer = batch > tile ? batch : tile;
   return sums_size(p) + (longer > segment ? longer : segment) + 3 * kMaxLanes;

@@ -1,7 +1,8 @@
 // What the kernels of both memory orders share.
 #pragma once
 
-#include "common/simd.h"
+#include "common/simd_gelu.h"
+#include "common/simd_lanes.h"
 #include "norm_pool_gelu.h"
 
 namespace fxfuse::FXFUSE_ISA {
@@ -51,7 +52,8 @@ struct OutputRow {
     }
   }
 
-  float divisor(const NormPool& p) const { return p.divisor != 0.f ? p.divisor : static_cast<float>(d.count * h.count); }
+  // What sums over the window are multiplied by, before w_share.
+  float share(const NormPool& p) const { return 1.f / (p.divisor != 0.f ? p.divisor : static_cast<float>(d.count * h.count)); }
 };
 
 // value(0) + ... + value(n - 1); in double from 64 values on, so that long windows keep fp32's accuracy.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <new>
 
 #if defined(__x86_64__)
 #define FXFUSE_DECLARE_PER_ISA(declarations) \
@@ -77,7 +78,10 @@ void parallel_tasks(int64_t tasks, int64_t values, int64_t scratch, const F& f) 
   constexpr int64_t kValuesPerThread = 32768;  // less is not worth waking a thread
   const int64_t grain = std::max<int64_t>(1, kValuesPerThread * tasks / std::max<int64_t>(1, values));
   torch::stable::parallel_for(0, tasks, grain, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<float[]> buffer(new float[scratch]);
+    // Vectors that straddle cache lines cost twice.
+    constexpr std::align_val_t kLine{64};
+    const auto free = [](float* p) { operator delete[](p, kLine); };
+    const std::unique_ptr<float[], decltype(free)> buffer(new (kLine) float[scratch], free);
     f(buffer.get(), begin, end);
   });
 }

@@ -1,4 +1,4 @@
-// fp32 vectors of the widest registers of the instruction set that a *.simd.cpp is compiled for, and GELU on them.
+// fp32 vectors of the widest registers of the instruction set that a *.simd.cpp is compiled for.
 //
 // A *.simd.cpp is compiled once per instruction set, with -DFXFUSE_ISA=baseline|avx2|avx512 and that set's flags, and everything
 // here has internal linkage: an inline function with external linkage would exist once per instruction set under one name, and
@@ -34,8 +34,6 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t BitVec __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t HalfBits __attribute__((vector_size(kLanes * 2)));
-typedef float HalfVec __attribute__((vector_size(kLanes * 2)));     // one half of a Vec
-typedef double DoubleVec __attribute__((vector_size(kLanes * 4)));  // holds one half of a Vec's lanes
 
 // The storage types; arithmetic is always in fp32.
 struct BFloat16 { uint16_t bits; };
@@ -95,87 +93,6 @@ FXFUSE_INLINE IntVec first_lanes(int64_t n) {
 
 FXFUSE_INLINE Vec keep(Vec x, IntVec lanes) { return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(x) & lanes); }
 
-template <size_t... I>
-FXFUSE_INLINE HalfVec half_of(Vec x, std::index_sequence<I...>, std::integral_constant<size_t, 0>) { return __builtin_shufflevector(x, x, I...); }
-template <size_t... I>
-FXFUSE_INLINE HalfVec half_of(Vec x, std::index_sequence<I...>, std::integral_constant<size_t, 1>) {
-  return __builtin_shufflevector(x, x, (I + kLanes / 2)...);
-}
-using HalfLanes = std::make_index_sequence<kLanes / 2>;
-FXFUSE_INLINE HalfVec low_half(Vec x) { return half_of(x, HalfLanes{}, std::integral_constant<size_t, 0>{}); }
-FXFUSE_INLINE HalfVec high_half(Vec x) { return half_of(x, HalfLanes{}, std::integral_constant<size_t, 1>{}); }
-
-// A sum of vectors in double.
-struct DoubleSum {
-  DoubleVec low{}, high{};
-
-  __attribute__((always_inline)) void operator+=(Vec x) {
-    low += __builtin_convertvector(low_half(x), DoubleVec);
-    high += __builtin_convertvector(high_half(x), DoubleVec);
-  }
-  __attribute__((always_inline)) Vec rounded() const { return join(HalfLanes{}); }
-  __attribute__((always_inline)) double of_lanes() const {
-    const DoubleVec both = low + high;
-    double sum = 0.;
-    for (int i = 0; i < kLanes / 2; ++i) sum += both[i];
-    return sum;
-  }
-
- private:
-  template <size_t... I>
-  __attribute__((always_inline)) Vec join(std::index_sequence<I...>) const {
-    return __builtin_shufflevector(__builtin_convertvector(low, HalfVec), __builtin_convertvector(high, HalfVec), I..., (I + kLanes / 2)...);
-  }
-};
-
-// Lanes first, first + 2, first + 4, ... of the 2 * kLanes values a, b; first is 0 or 1.
-template <int first, size_t... I>
-FXFUSE_INLINE Vec every_other(Vec a, Vec b, std::index_sequence<I...>) { return __builtin_shufflevector(a, b, (2 * I + first)...); }
-template <int first>
-FXFUSE_INLINE Vec every_other(Vec a, Vec b) { return every_other<first>(a, b, std::make_index_sequence<kLanes>{}); }
-
-// Lane i takes lane i ^ distance.
-template <int distance, size_t... I>
-FXFUSE_INLINE Vec swap_lanes(Vec x, std::index_sequence<I...>) { return __builtin_shufflevector(x, x, (I ^ distance)...); }
-
-// The sum of all lanes in every lane, by halving: the order is fixed.
-template <int width = kLanes>
-FXFUSE_INLINE Vec sum_lanes(Vec x) {
-  if constexpr (width == 1) return x;
-  else return sum_lanes<width / 2>(x + swap_lanes<width / 2>(x, std::make_index_sequence<kLanes>{}));
-}
-
-// a and b consist of parts of 2 * width lanes; the result of their parts folded to width lanes, a's first.
-template <int width, size_t... I>
-FXFUSE_INLINE Vec fold_parts(Vec a, Vec b, std::index_sequence<I...>) {
-  return __builtin_shufflevector(a, b, (I / width * 2 * width + I % width)...) +
-         __builtin_shufflevector(a, b, (I / width * 2 * width + I % width + width)...);
-}
-
-// Lane r of the result is the sum of all lanes of rows[r]; a third of the work of kLanes single sums, and one latency instead of kLanes.
-template <int num_rows = kLanes>
-FXFUSE_INLINE Vec sum_each(const Vec* rows) {
-  if constexpr (num_rows == 1) return rows[0];
-  else return fold_parts<kLanes / num_rows>(sum_each<num_rows / 2>(rows), sum_each<num_rows / 2>(rows + num_rows / 2), std::make_index_sequence<kLanes>{});
-}
-
-// kLanes x kLanes: row i lane j <-> row j lane i, by exchanging ever larger blocks off the diagonal.
-template <int distance, size_t... I>
-FXFUSE_INLINE void exchange_blocks(Vec& a, Vec& b, std::index_sequence<I...>) {
-  const Vec low = __builtin_shufflevector(a, b, (I & distance ? I - distance + kLanes : I)...);
-  b = __builtin_shufflevector(a, b, (I & distance ? I + kLanes : I + distance)...);
-  a = low;
-}
-
-template <int distance = 1>
-FXFUSE_INLINE void transpose(Vec (&rows)[kLanes]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) {
-    if (!(i & distance)) exchange_blocks<distance>(rows[i], rows[i + distance], std::make_index_sequence<kLanes>{});
-  }
-  if constexpr (2 * distance < kLanes) transpose<2 * distance>(rows);
-}
-
 // ---- 16-bit formats ----------------------------------------------------------------------------------------------
 
 FXFUSE_INLINE Vec widen(HalfBits x, BFloat16) { return from_bits(__builtin_convertvector(x, BitVec) << 16); }
@@ -212,6 +129,13 @@ FXFUSE_INLINE HalfBits narrow(Vec x, Float16) {
   const BitVec finite = magnitude < 0x38800000 ? subnormal : magnitude < 0x477ff000 ? normal : BitVec{} + 0x7c00;
   return __builtin_convertvector((magnitude > 0x7f800000 ? BitVec{} + 0x7e00 : finite) | sign, HalfBits);
 #endif
+}
+
+// f(k) for each of kVecs vectors.
+template <int kVecs, typename F>
+FXFUSE_INLINE void each(F&& f) {
+#pragma GCC unroll 8
+  for (int k = 0; k < kVecs; ++k) f(k);
 }
 
 // ---- memory ------------------------------------------------------------------------------------------------------
@@ -319,69 +243,6 @@ FXFUSE_INLINE float load_one(DType dtype, const void* from, int64_t index) {
 // As many of n elements as a vector holds, to element `index` of an array whose dtype is known at run time.
 FXFUSE_INLINE void store_as(DType dtype, void* to, int64_t index, Vec x, int64_t n) {
   with_type(dtype, [&]<typename T>(T) { store_up_to(static_cast<T*>(to) + index, x, n); });
-}
-
-// ---- GELU --------------------------------------------------------------------------------------------------------
-//
-// On kVecs vectors at once, step by step: one vector's chain of about 16 multiply-adds takes some 75 cycles, and schedulers look
-// ahead over fewer instructions than it would take to fill them with the next vector's.
-
-// f(k) for each vector.
-template <int kVecs, typename F>
-FXFUSE_INLINE void each(F&& f) {
-#pragma GCC unroll 8
-  for (int k = 0; k < kVecs; ++k) f(k);
-}
-
-// p = (((c0 * x + c1) * x + c2) ...
-template <int kVecs, typename... Coefficients>
-FXFUSE_INLINE void polynomial(const Vec (&x)[kVecs], Vec (&p)[kVecs], float first, Coefficients... rest) {
-  each<kVecs>([&](int k) { p[k] = splat(first); });
-  const auto step = [&](float c) { each<kVecs>([&](int k) { p[k] = p[k] * x[k] + c; }); };
-  (step(rest), ...);
-}
-
-// x = 2^(x - shift) for x - shift <= 128, relative error 1.5e-7 (and exact at 0: gelu's slope there is what a mean of small values is
-// made of); 0 from -127 down, inf at 128; nan gives any value.
-// x + magic rounds x to an integer in the low bits of the sum; those bits go straight into the exponent, and the shift is free.
-template <int shift, int kVecs>
-FXFUSE_INLINE void exp2_shifted(Vec (&x)[kVecs]) {
-  constexpr float kMagic = 0x1.8p23f - shift;
-  Vec biased[kVecs], p[kVecs];
-  each<kVecs>([&](int k) { x[k] = max(x[k], splat(shift - 127.f)); });
-  each<kVecs>([&](int k) { biased[k] = x[k] + kMagic; });
-  each<kVecs>([&](int k) { x[k] -= biased[k] - kMagic; });
-  polynomial(x, p, 1.335588051006198e-3f, 9.667206555604935e-3f, 5.550432577729225e-2f, 2.4022334814071655e-1f, 6.931471824645996e-1f, 1.f);
-  each<kVecs>([&](int k) { x[k] = from_bits(bits_of(p[k]) + (bits_of(biased[k]) << 23)); });
-}
-
-// x * Phi(x) with Phi(-a) = 2^(P(a) - 1), so that negative tails keep their relative accuracy, where 1 + erf cancels. P of degree 8,
-// P(0) = 0, minimax on [0, 5.2]: 3.5e-8 in a * Phi(-a), 7e-4 relative, 3.5e-7 relative in the even part of gelu (the mean over
-// small, zero-mean values). Past 5.2 it falls monotonically to -inf. -inf gives nan, as eager's -inf * 0.
-template <int kVecs>
-FXFUSE_INLINE void gelu_erf(Vec (&x)[kVecs]) {
-  Vec a[kVecs], p[kVecs];
-  each<kVecs>([&](int k) { a[k] = from_bits(bits_of(x[k]) & 0x7fffffff); });
-  polynomial(a, p, -1.843986183303059e-6f, 2.8796497645089403e-5f, -1.4307870878838003e-4f, -2.206925128120929e-4f,
-             7.1416073478758335e-3f, -5.252526327967644e-2f, -4.5920753479003906e-1f, -1.15110445022583f);
-  each<kVecs>([&](int k) { p[k] *= a[k]; });
-  exp2_shifted<1>(p);
-  each<kVecs>([&](int k) { x[k] *= x[k] > 0.f ? 1.f - p[k] : p[k]; });
-}
-
-// x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3): 0.5 x (1 + tanh(u)) without its cancellation for negative x.
-template <int kVecs>
-FXFUSE_INLINE void gelu_tanh(Vec (&x)[kVecs]) {
-  Vec p[kVecs];
-  each<kVecs>([&](int k) { p[k] = min(x[k] * (x[k] * x[k] * -0.10294324f + -2.3022082f), splat(128.f)); });
-  exp2_shifted<0>(p);
-  each<kVecs>([&](int k) { x[k] *= 1.f / (1.f + p[k]); });
-}
-
-template <bool tanh_form, int kVecs>
-FXFUSE_INLINE void gelu(Vec (&x)[kVecs]) {
-  if constexpr (tanh_form) gelu_tanh(x);
-  else gelu_erf(x);
 }
 
 }  // namespace
