@@ -3,7 +3,7 @@
     python examples/headline.py --out examples/results/headline_h200.json
 
 On the GPU if there is one, else on the CPU with smaller tensors, in fp32. Every contender of a row is timed in turn in the same run; figures
-are medians, of GPU times between events or of wall times.
+are medians, of GPU times of captured calls or of wall times; a ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tabulate import tabulate
 import fxfuse
 from fxfuse import library
 from fxfuse.headline import HEADLINES, Headline
-from fxfuse.measure import fp64_result, medians, paired_times, relative_error
+from fxfuse.measure import fp64_result, medians, paired_times, ratio, relative_error
 from fxfuse.report import reports
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,17 +98,17 @@ def model_row(headline: Headline, dtype: torch.dtype, layout: str, rounds: int) 
     errors = {name: relative_error(contender(x), reference) for name, contender in contenders.items()}
     del reference
     torch.cuda.empty_cache()
-    times = medians(paired_times({name: lambda c=c: c(x) for name, c in contenders.items()}, DEVICE, rounds))
+    times = paired_times({name: lambda c=c: c(x) for name, c in contenders.items()}, DEVICE, rounds)
     fused = {"always": reports()[-2].fused, "auto": reports()[-1].fused}
     return {
         "chain": headline.chain,
         "dtype": str(dtype).removeprefix("torch."),
         "layout": layout,
-        "ms": times,
+        "ms": medians(times),
         "error": errors,
         "op": {name: [f.op for f in records] for name, records in fused.items()},
-        "always_over_inductor": times["always"] / times["inductor"],
-        "auto_over_inductor": times["auto"] / times["inductor"],
+        "always_over_inductor": ratio(times, "always", "inductor"),
+        "auto_over_inductor": ratio(times, "auto", "inductor"),
     }
 
 

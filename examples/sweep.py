@@ -2,7 +2,7 @@
 
     python examples/sweep.py --out examples/results/sweep_h200.json
 
-GPU time between events (CPU: wall time), contenders in turn in the same run, medians; the spread is the interquartile range of the ratio.
+GPU time of captured calls (CPU: wall time), contenders in turn in the same run, medians; the spread is the interquartile range of the ratio.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +125,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=500, help="stop starting new rows after this time")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
     start, rows = time.monotonic(), []
     with torch.no_grad():
-        for dtype, channels_last, case in _grid(dtypes, cases(device.type)):
+        for dtype, channels_last, case in itertools.product((torch.float32, torch.bfloat16), (False, True), cases(device.type)):
             if time.monotonic() - start > arguments.seconds:
                 print("out of time: the rest of the sweep is left out", file=sys.stderr)
                 break
@@ -140,10 +139,6 @@ def main() -> int:
     state = {"device": name, "torch": torch.__version__, "fxfuse": fxfuse.__version__}
     arguments.out.write_text(json.dumps({**state, "rows": rows}, indent=1) + "\n")
     return 0
-
-
-def _grid(dtypes: tuple[torch.dtype, ...], found: list[Case]) -> Iterator[tuple[torch.dtype, bool, Case]]:
-    return itertools.product(dtypes, (False, True), found)
 
 
 if __name__ == "__main__":

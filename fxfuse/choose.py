@@ -39,13 +39,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class Rates:
-    """A measured device. bandwidth: bytes a microsecond that the ops reach. launch: microseconds a kernel costs at least.
+    """A measured device. bandwidth, inductor_bandwidth: bytes a microsecond that the ops and Inductor's kernels reach. launch: microseconds a
+    kernel costs at least; call: what a call of an op costs beyond that.
 
     flops: operations a microsecond, by kernel. ceilings: the most that any kernel reaches on the device, by operand.
     """
 
     bandwidth: float
+    inductor_bandwidth: float
     launch: float
+    call: float
     flops: Mapping[str, float]
     ceilings: Mapping[str, float]
 
@@ -69,9 +72,9 @@ def decide(cost: Cost, rates: Rates | None, select: str) -> Choice:
     work = cost.flops / rates.flops[cost.kernel] if cost.flops else 0.0
     if cost.flops and work < SHORTEST_MEASURED:
         return Choice(False, f"predicted {work:.0f} us of work, under the {SHORTEST_MEASURED:.0f} us from which rates were measured")
-    own = cost.bytes / rates.bandwidth + work + cost.kernels * rates.launch
+    own = cost.bytes / rates.bandwidth + work + cost.kernels * rates.launch + rates.call
     floor = cost.inductor_flops / rates.ceilings[cost.operand] if cost.inductor_flops else 0.0
-    inductor = max(cost.inductor_bytes / rates.bandwidth, floor) + cost.inductor_kernels * rates.launch
+    inductor = max(cost.inductor_bytes / rates.inductor_bandwidth, floor) + cost.inductor_kernels * rates.launch
     return Choice(own <= inductor, f"predicted {own:.0f} us, Inductor at least {inductor:.0f} us")
 
 
@@ -94,7 +97,9 @@ def _by_bytes(cost: Cost) -> Choice:
 RATES: Mapping[str, Rates] = {
     "NVIDIA H200": Rates(
         bandwidth=4.0e6,
+        inductor_bandwidth=4.0e6,
         launch=3.0,
+        call=0.0,
         flops={
             "conv_norm_pool_gelu hopper tf32": 240e6,
             "conv_norm_pool_gelu hopper ieee": 108e6,
@@ -115,6 +120,8 @@ RATES: Mapping[str, Rates] = {
         },
         ceilings={"tf32": 360e6, "ieee": 51e6, "bfloat16": 694e6, "float16": 694e6},
     ),
+    # Two threads with AVX-512, in examples/results/sweep_cpu.json: of the tails the slowest (bf16), of Inductor's kernels the fastest.
+    "cpu": Rates(bandwidth=1.0e4, inductor_bandwidth=0.6e4, launch=0.0, call=100.0, flops={}, ceilings={}),
 }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +16,28 @@ from torch import nn
 
 Contender = Callable[[], Any]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+# Of GPU work between two events, and calls that make it up.
+SHORTEST_MS, MOST_CALLS = 0.3, 50
 
 
 def paired_times(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every call, by contender. Each round calls every contender once, so that drift of the machine hits all alike, and in an
+    """Milliseconds of every call, by contender. Each round times every contender once, so that drift of the machine hits all alike, and in an
     order of its own, so that none always follows the same other one.
 
-    On CUDA: GPU time between events on the current stream; else wall time.
+    On CUDA: GPU time, of calls captured in a CUDA graph, so that the host's time is not in it. Else wall time.
     """
-    timed = _cuda_ms if device.type == "cuda" else _wall_ms
+    timed = _wall_ms
+    if device.type == "cuda":
+        contenders, timed = {name: captured(contender) for name, contender in contenders.items()}, _graph_ms
+    return _in_turn(contenders, timed, rounds)
+
+
+def paired_wall_times(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of wall time of every call, by contender, until the device is done, in turn as in `paired_times`."""
+    return _in_turn(contenders, _wall_ms, rounds)
+
+
+def _in_turn(contenders: Mapping[str, Any], timed: Callable[[Any], float], rounds: int) -> dict[str, list[float]]:
     for contender in contenders.values():
         timed(contender)
         timed(contender)
@@ -39,22 +54,62 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _cuda_ms(contender: Contender) -> float:
+def ratio(times: Mapping[str, list[float]], of: str, over: str) -> float:
+    """Median over the rounds of one contender's time over another's."""
+    return statistics.median(a / b for a, b in zip(times[of], times[over]))
+
+
+@dataclass(frozen=True)
+class Captured:
+    """`calls` calls of a contender in one CUDA graph."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+
+
+def captured(contender: Contender) -> Captured:
+    """The contender in a CUDA graph: as many calls as keep the GPU busy for longer than a launch takes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            contender()
+    torch.cuda.current_stream().wait_stream(side)
+    one = _capture(contender, 1)
+    _graph_ms(one)
+    calls = math.ceil(SHORTEST_MS / max(_graph_ms(one), SHORTEST_MS / MOST_CALLS))
+    return one if calls == 1 else _capture(contender, calls)
+
+
+def _capture(contender: Contender, calls: int) -> Captured:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            contender()
+    return Captured(graph, calls)
+
+
+def _graph_ms(contender: Captured) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # A first call keeps the GPU busy while the host queues the one that is timed; else the host's time would be in it.
-    contender()
+    # A first replay keeps the GPU busy while the host queues the one that is timed.
+    contender.graph.replay()
     start.record()
-    contender()
+    contender.graph.replay()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end) / contender.calls
 
 
 def _wall_ms(contender: Contender) -> float:
-    # Eager's OpenMP threads and those of Inductor's own runtime spin for a while after a call, on the cores that the next one needs.
-    time.sleep(0.01)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    else:
+        # Eager's OpenMP threads and those of Inductor's own runtime spin for a while after a call, on the cores that the next one needs.
+        time.sleep(0.01)
     start = time.perf_counter()
     contender()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1e3
 
 

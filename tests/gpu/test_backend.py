@@ -64,6 +64,29 @@ def test_as_eager(chain: str, dtype: torch.dtype, channels_last: bool) -> None:
     assert_as_eager(out, model, x)
 
 
+@pytest.mark.parametrize("keepdim", [False, True], ids=["dropped", "keepdim"])
+def test_mean_over_the_spatial_dimensions(keepdim: bool) -> None:
+    model, x = make("conv_gelu_pool")
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(model.conv(x)).mean((2, 3), keepdim=keepdim)
+
+    out, eager = torch.compile(chain, backend="fxfuse", options=ALWAYS)(x), chain(x)
+    assert reports()[-1].fused[0].op == "conv_gelu_pool"
+    assert (out.shape, out.stride()) == (eager.shape, eager.stride())
+    torch.testing.assert_close(out, eager, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_unbatched(chain: str) -> None:
+    model, x = make(chain)
+    forward = model if chain == "conv_norm_pool_gelu" else lambda x: F.adaptive_avg_pool2d(F.gelu(model.conv(x)), 1)
+    out, eager = torch.compile(forward, backend="fxfuse", options=ALWAYS)(x[0]), forward(x[0])
+    assert counters["fxfuse"] == {chain: 1}
+    assert (out.shape, out.stride()) == (eager.shape, eager.stride())
+    torch.testing.assert_close(out, eager, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("chain", CHAINS)
 def test_dynamic_shapes_compile_once(chain: str) -> None:
     model, x = make(chain)
