@@ -62,9 +62,11 @@ class Choice:
 
 
 def decide(cost: Cost, rates: Rates | None, select: str) -> Choice:
-    """Whether an implementation of this cost is taken under `select` ("auto" or "always")."""
-    if select == "always":
-        return Choice(True, 'select="always"')
+    """Whether an implementation of this cost is taken under `select` ("auto", "always" or "tail")."""
+    if select == "tail" and cost.flops:
+        return Choice(False, 'select="tail"')
+    if select != "auto":
+        return Choice(True, f'select="{select}"')
     if rates is None:
         return _by_bytes(cost)
     if cost.flops and cost.kernel not in rates.flops:

@@ -2,7 +2,7 @@
 
 | option          | variable        | values                              | default |
 |-----------------|-----------------|-------------------------------------|---------|
-| `fxfuse.select` | `FXFUSE_SELECT` | `auto`, `always`, `never`           | `auto`  |
+| `fxfuse.select` | `FXFUSE_SELECT` | `auto`, `always`, `tail`, `never`   | `auto`  |
 | `fxfuse.strict` | `FXFUSE_STRICT` | a bool; `1`/`0` in the variable     | `False` |
 | `fxfuse.passes` | `FXFUSE_PASSES` | chain names, list or comma-separated | all     |
 | `fxfuse.mode`   | `FXFUSE_MODE`   | an Inductor mode                    | none    |
@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 PREFIX = "fxfuse."
-SELECT = ("auto", "always", "never")
+SELECT = ("auto", "always", "tail", "never")
 
 
 class OptionError(ValueError):
@@ -28,7 +28,8 @@ class OptionError(ValueError):
 class Options:
     """How fxfuse treats one compilation.
 
-    select: "auto" fuses where the measured rule says it is not slower, "always" wherever a kernel exists, "never" nowhere.
+    select: "auto" fuses where the measured rule says it is not slower, "always" wherever a kernel exists, "tail"
+    likewise but with the convolution left to its library, "never" nowhere.
     strict: a candidate that is not fused, or an exception inside fxfuse, is an error.
     passes: names of the chains that are looked for; None for all.
     mode: an Inductor mode, for use beside other options (torch.compile itself refuses `mode=` next to `options=`).

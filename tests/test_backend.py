@@ -134,7 +134,7 @@ def test_inductors_options_go_through_and_fxfuses_do_not(inductor_calls):
 
 REFUSED = [
     ({"options": {"fxfuse.selct": "always"}}, "unknown option 'fxfuse.selct'; the nearest is 'fxfuse.select'"),
-    ({"options": {"fxfuse.select": "sometimes"}}, "fxfuse.select='sometimes' is not one of auto, always, never"),
+    ({"options": {"fxfuse.select": "sometimes"}}, "fxfuse.select='sometimes' is not one of auto, always, tail, never"),
     ({"options": {"fuse": 1}}, "Unexpected optimization option fuse"),
     ({"options": {"max_autotune": "yes"}}, "Unexpected type of attr max_autotune"),
     ({"options": {"fxfuse.mode": "fastest"}}, "fastest"),

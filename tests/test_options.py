@@ -46,7 +46,7 @@ def test_values(name: str, given: object, read: object) -> None:
 
 
 REFUSED = [
-    ("fxfuse.select", "sometimes", "fxfuse.select='sometimes' is not one of auto, always, never"),
+    ("fxfuse.select", "sometimes", "fxfuse.select='sometimes' is not one of auto, always, tail, never"),
     ("fxfuse.select", ["auto"], r"fxfuse.select=\['auto'\] is not one of"),
     ("fxfuse.strict", "yes", "fxfuse.strict='yes' is not a bool"),
     ("fxfuse.strict", 2, "fxfuse.strict=2 is not a bool"),
@@ -87,5 +87,5 @@ def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXFUSE_SELECT", "fast")
-    with pytest.raises(OptionError, match="FXFUSE_SELECT='fast' is not one of auto, always, never"):
+    with pytest.raises(OptionError, match="FXFUSE_SELECT='fast' is not one of auto, always, tail, never"):
         own()
