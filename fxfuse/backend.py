@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import engine, precision, torch_private
+from . import autotune, engine, precision, torch_private
 from .build import build_hash
 from .chain import chain_names
 from .options import Options, split
 from .report import Report, keep
+from .weigh import Timer
 
 log = logging.getLogger("fxfuse")
 
@@ -34,7 +35,7 @@ def fxfuse(
     own, rest = split(options, chain_names())
     inductor = torch_private.inductor(mode or own.mode, rest)
     original = gm.graph
-    report = fuse_in_place(gm, own)
+    report = fuse_in_place(gm, own, autotune.timer(mode or own.mode, rest))
     try:
         compiled = precision.compiled(gm, example_inputs, lambda inputs: _compiled(gm, inputs, inductor))
     except torch_private.Restart:
@@ -55,10 +56,10 @@ def fxfuse(
 fxfuse.reset = torch_private.reset_inductor
 
 
-def fuse_in_place(gm: fx.GraphModule, options: Options) -> Report:
+def fuse_in_place(gm: fx.GraphModule, options: Options, timer: Timer | None = None) -> Report:
     """Gives `gm` its rewritten graph, or leaves it as it was where nothing is fused or (outside strict mode) fxfuse fails."""
     try:
-        graph, report = engine.fuse(gm.graph, options)
+        graph, report = engine.fuse(gm.graph, options, timer=timer)
         if graph is not gm.graph:
             gm.graph = graph
     except Exception as error:

@@ -46,7 +46,7 @@ class Implementation:
     op: the op's name in the `fxfuse` namespace, which the report shows.
     takes: yields (holds, sentence); the first that does not hold is why this implementation is passed over.
     replace: emits the replacement and returns the node whose value is the chain's result.
-    cost: predicted bytes and kernels of this implementation and of what Inductor would do instead.
+    cost: bytes, kernels and operations of this implementation and of what Inductor would do instead.
     """
 
     op: str

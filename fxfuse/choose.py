@@ -1,8 +1,9 @@
 """Choosing: for a match, the first implementation whose conditions hold and that is predicted not to be slower than Inductor.
 
-A prediction is a sum: bytes / bandwidth + operations / their rate + kernels * launch, with the rates of a measured device (`RATES`). What Inductor would do is counted by its floor, the larger of its bytes and its operations at the
-device's ceiling: a fused convolution is taken only where it beats a convolution that no library reaches. On a device that was never
-measured the bytes decide, with a margin, and the report says so.
+A prediction is a sum: bytes / bandwidth + operations / their rate + kernels * launch, with the rates of a measured device (`RATES`). A
+convolution that is left to its library counts by its floor, the larger of its bytes and its operations at the device's ceiling: a fused one
+is taken only where it beats a convolution that no library reaches. On a device that was never measured the bytes decide, with a margin, and
+the report says so.
 """
 
 from __future__ import annotations
@@ -20,21 +21,32 @@ SHORTEST_MEASURED = 50.0
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What an implementation and what Inductor would move and launch for the same part of a chain.
+class Convolution:
+    """A convolution in a kernel of its library. bytes: of input, weight and output. operand: what it multiplies, whose ceiling holds."""
 
-    flops: operations of a convolution inside the op, or as many as take as long; 0 for a tail op. kernel: whose rate holds for them.
-    inductor_flops: operations of the convolution that Inductor would call. operand: what it multiplies, whose ceiling holds for them.
-    """
+    bytes: int
+    flops: float
+    operand: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an op does. bytes: read and written. flops: operations of the convolution inside it, or as many as take as long, at the rate of
+    `kernel`; 0 where the convolution is left to its library."""
 
     bytes: int
     kernels: int
-    inductor_bytes: int
-    inductor_kernels: int
     flops: float = 0.0
     kernel: str = ""
-    inductor_flops: float = 0.0
-    operand: str = ""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An implementation's op, what Inductor's kernels do behind the convolution instead, and that convolution."""
+
+    op: Work
+    inductor: Work
+    convolution: Convolution
 
 
 @dataclass(frozen=True)
@@ -63,32 +75,42 @@ class Choice:
 
 def decide(cost: Cost, rates: Rates | None, select: str) -> Choice:
     """Whether an implementation of this cost is taken under `select` ("auto", "always" or "tail")."""
-    if select == "tail" and cost.flops:
+    if select == "tail" and cost.op.flops:
         return Choice(False, 'select="tail"')
     if select != "auto":
         return Choice(True, f'select="{select}"')
-    if rates is None:
-        return _by_bytes(cost)
-    if cost.flops and cost.kernel not in rates.flops:
-        return Choice(False, f"the {cost.kernel} kernel was not measured on this device")
-    work = cost.flops / rates.flops[cost.kernel] if cost.flops else 0.0
-    if cost.flops and work < SHORTEST_MEASURED:
+    return _by_bytes(cost) if rates is None else _by_time(cost, rates)
+
+
+def _by_time(cost: Cost, rates: Rates) -> Choice:
+    op, inductor = cost.op, cost.inductor
+    if op.flops and op.kernel not in rates.flops:
+        return Choice(False, f"the {op.kernel} kernel was not measured on this device")
+    work = op.flops / rates.flops[op.kernel] if op.flops else 0.0
+    if op.flops and work < SHORTEST_MEASURED:
         return Choice(False, f"predicted {work:.0f} us of work, under the {SHORTEST_MEASURED:.0f} us from which rates were measured")
-    own = cost.bytes / rates.bandwidth + work + cost.kernels * rates.launch + rates.call
-    floor = cost.inductor_flops / rates.ceilings[cost.operand] if cost.inductor_flops else 0.0
-    inductor = max(cost.inductor_bytes / rates.inductor_bandwidth, floor) + cost.inductor_kernels * rates.launch
-    return Choice(own <= inductor, f"predicted {own:.0f} us, Inductor at least {inductor:.0f} us")
+    convolution = _floor(cost.convolution, rates)
+    own = op.bytes / rates.bandwidth + work + op.kernels * rates.launch + rates.call + (0.0 if op.flops else convolution)
+    theirs = convolution + inductor.bytes / rates.inductor_bandwidth + inductor.kernels * rates.launch
+    return Choice(own <= theirs, f"predicted {own:.0f} us, Inductor at least {theirs:.0f} us")
+
+
+def _floor(convolution: Convolution, rates: Rates) -> float:
+    """Microseconds that no kernel of a library falls under; 0 where the device has no ceiling for the operand."""
+    if convolution.operand not in rates.ceilings:
+        return 0.0
+    return max(convolution.bytes / rates.bandwidth, convolution.flops / rates.ceilings[convolution.operand]) + rates.launch
 
 
 def _by_bytes(cost: Cost) -> Choice:
-    if cost.flops:
+    if cost.op.flops:
         return Choice(False, "a fused convolution is not taken on a device that was not measured")
-    saved = 1 - cost.bytes / max(cost.inductor_bytes, 1)
+    saved = 1 - cost.op.bytes / max(cost.inductor.bytes, 1)
     taken = saved >= UNMEASURED_MARGIN
     comparison = "at least" if taken else "less than"
     return Choice(
         taken,
-        f"not measured on this device: moves {cost.bytes:,} bytes after the convolution, Inductor {cost.inductor_bytes:,}; saves "
+        f"not measured on this device: moves {cost.op.bytes:,} bytes after the convolution, Inductor {cost.inductor.bytes:,}; saves "
         f"{saved:.0%}, {comparison} the {UNMEASURED_MARGIN:.0%} asked for",
     )
 

@@ -10,8 +10,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 from . import library
-from .chain import Chain, Implementation, chains, first_failure
-from .choose import decide, rates_of
+from .chain import Chain, chains, first_failure
 from .match import Match, Miss, find
 from .options import Options
 from .report import Declined, Fused, Report, location_of, text_of
@@ -19,6 +18,7 @@ from .replacement import rewritten
 from .safety import refusal
 from .values import attribute_of, value_of
 from .view import GraphView, read
+from .weigh import Timer, Weighed, weigh
 
 log = logging.getLogger("fxfuse")
 
@@ -32,39 +32,40 @@ class NotFusedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """A match, the implementation that was chosen for it, and why."""
+    """A match and what came of weighing its implementations: one of them was taken."""
 
     match: Match
-    implementation: Implementation
-    why: str
+    weighed: Weighed
 
 
-def fuse(graph: fx.Graph, options: Options, unavailable: Availability = library.unavailable) -> tuple[fx.Graph, Report]:
+def fuse(
+    graph: fx.Graph, options: Options, unavailable: Availability = library.unavailable, timer: Timer | None = None
+) -> tuple[fx.Graph, Report]:
     """The graph with its chains fused, and what was done. With nothing to fuse, the very same graph object.
 
-    graph: nodes carry fake tensors as `meta["example_value"]` or `meta["val"]`.
+    graph: nodes carry fake tensors as `meta["example_value"]` or `meta["val"]`. timer: measures candidates instead of predicting them.
     Raises NotFusedError under `options.strict` if a candidate is declined.
     """
     report = Report(graphs=1)
     view = GraphView(graph)
-    plans = plan(view, options, unavailable, report)
+    plans = plan(view, options, unavailable, timer, report)
     decline_nested(graph, options, report)
     if options.strict and report.declined:
         raise NotFusedError("; ".join(f"{d.chain} at {d.location or d.node}: {d.reason}" for d in report.declined))
     if not plans:
         return graph, report
-    result = rewritten(graph, [(p.match, p.implementation.replace) for p in plans])
+    result = rewritten(graph, [(p.match, p.weighed.taken.replace) for p in plans])
     report.fused += [_fused(p) for p in plans]
     return result, report
 
 
-def plan(view: GraphView, options: Options, unavailable: Availability, report: Report) -> list[Plan]:
+def plan(view: GraphView, options: Options, unavailable: Availability, timer: Timer | None, report: Report) -> list[Plan]:
     """Chooses for every candidate of every chain that is on; what is declined goes into the report. A node serves one plan at most."""
     plans: list[Plan] = []
     taken: set[fx.Node] = set()
     for chain in _chains_on(options):
         for found in find(view, chain):
-            decision = _decide(view, found, options, unavailable, taken)
+            decision = _decide(view, found, options, unavailable, timer, taken)
             if isinstance(decision, Plan):
                 plans.append(decision)
                 taken |= decision.match.nodes
@@ -97,7 +98,9 @@ def _chains_on(options: Options) -> list[Chain]:
     return [chain for chain in chains() if options.passes is None or chain.name in options.passes]
 
 
-def _decide(view: GraphView, found: Match | Miss, options: Options, unavailable: Availability, taken: set[fx.Node]) -> Plan | Declined:
+def _decide(
+    view: GraphView, found: Match | Miss, options: Options, unavailable: Availability, timer: Timer | None, taken: set[fx.Node]
+) -> Plan | Declined:
     if isinstance(found, Miss):
         return _declined(found.chain, found.reached, found.call.node, found.reason)
     reached = list(found.calls)[-1]
@@ -115,20 +118,10 @@ def _decide(view: GraphView, found: Match | Miss, options: Options, unavailable:
     missing = unavailable(str(found.anchor.value.device))
     if missing is not None:
         return _declined(found.chain, reached, found.anchor.node, missing)
-    return _choose(found, options, reached)
-
-
-def _choose(match: Match, options: Options, reached: str) -> Plan | Declined:
-    reasons = []
-    for implementation in match.chain.implementations:
-        reason = first_failure(implementation.takes(**match.calls))
-        if reason is None:
-            choice = decide(implementation.cost(**match.calls), rates_of(match.anchor.value.device), options.select)
-            if choice.taken:
-                return Plan(match, implementation, choice.why)
-            reason = f"left to Inductor: {choice.why}"
-        reasons.append(f"{implementation.op}: {reason}")
-    return _declined(match.chain, reached, match.anchor.node, "; ".join(reasons))
+    weighed = weigh(found, options, timer)
+    if weighed.taken is None:
+        return _declined(found.chain, reached, found.anchor.node, weighed.why)
+    return Plan(found, weighed)
 
 
 def _declined(chain: Chain, reached: str, node: fx.Node, reason: str) -> Declined:
@@ -136,11 +129,11 @@ def _declined(chain: Chain, reached: str, node: fx.Node, reason: str) -> Decline
 
 
 def _fused(plan: Plan) -> Fused:
-    match = plan.match
+    match, weighed = plan.match, plan.weighed
     values = (match.anchor.tensor("input"), match.anchor.value, match.last.value)
     shapes = " -> ".join(text_of(value.shape) for value in values)
     names = tuple(node.name for call in match.present for node in call.nodes)
-    return Fused(match.chain.name, plan.implementation.op, names, shapes, plan.why, location_of(match.anchor.node))
+    return Fused(match.chain.name, weighed.taken.op, names, shapes, weighed.why, location_of(match.anchor.node), weighed.candidates)
 
 
 def needs_values(graph: fx.Graph) -> bool:

@@ -10,7 +10,8 @@ import torch
 
 from . import precision, torch_private
 from .chain import Condition
-from .conditions import KERNEL_DTYPES
+from .choose import Convolution
+from .conditions import KERNEL_DTYPES, number_of_bytes
 from .view import Call
 
 # Shared memory of a multiprocessor with which every plan of the fused kernels fits (sm_90, sm_100). Smaller devices take the tail op.
@@ -82,6 +83,12 @@ def operand_of(conv: Call) -> str:
     """What the matrix units multiply: "bfloat16", "float16", "tf32", or "ieee" for fp32-accurate products."""
     dtype = conv.tensor("input").dtype
     return precision.current() if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+
+
+def library_convolution(conv: Call) -> Convolution:
+    """The matched convolution as its library would compute it."""
+    tensors = (conv.tensor("input"), conv.tensor("weight"), conv.value)
+    return Convolution(sum(map(number_of_bytes, tensors)), convolution_flops(conv), operand_of(conv))
 
 
 def convolution_flops(conv: Call) -> float:

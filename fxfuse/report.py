@@ -19,11 +19,20 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One way to compute a chain: an op of fxfuse's, or "inductor" where it was timed; its predicted or measured time, or why it cannot be."""
+
+    op: str
+    verdict: str
+
+
+@dataclass(frozen=True)
 class Fused:
     """A chain that was replaced.
 
     shapes: "input -> convolution output -> result", each as [N, C, ...]; symbolic sizes by name.
-    choice: why this implementation was taken. location: file:line of the convolution in the user's code.
+    choice: why this implementation was taken. candidates: every way that was weighed, this one included.
+    location: file:line of the convolution in the user's code.
     """
 
     chain: str
@@ -32,6 +41,7 @@ class Fused:
     shapes: str
     choice: str
     location: str
+    candidates: tuple[Candidate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class Report:
         summary = f"{len(self.fused)} fused, {len(self.declined)} declined in {self.graphs} graph{'' if self.graphs == 1 else 's'}"
         parts = [summary]
         if self.fused:
-            rows = [(f.chain, f.op, f.shapes, _short(f.location), f.choice) for f in self.fused]
+            rows = [(f.chain, f.op, f.shapes, _short(f.location), _weighed(f)) for f in self.fused]
             parts.append(_wrapped(tabulate, rows, ("fused chain", "op", "shapes", "where", "why"), (20, 20, 30, 30, 40)))
         if self.declined:
             rows = [(d.chain, d.reached, d.node, _short(d.location), d.reason) for d in self.declined]
@@ -86,6 +96,11 @@ class Report:
 
 def _wrapped(tabulate: Callable[..., str], rows: Sequence[Sequence[str]], headers: Sequence[str], widths: Sequence[int]) -> str:
     return tabulate(rows, headers=headers, tablefmt="simple_grid", maxcolwidths=list(widths))
+
+
+def _weighed(fused: Fused) -> str:
+    """Why the op was taken, and a line for each other candidate."""
+    return "\n".join([fused.choice, *(f"{other.op}: {other.verdict}" for other in fused.candidates if other.op != fused.op)])
 
 
 def _short(location: str) -> str:

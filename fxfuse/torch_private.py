@@ -140,6 +140,16 @@ def compile_context() -> Callable[[], AbstractContextManager[Any]]:
     return lambda: tracing(context)
 
 
+@contextmanager
+def outside_compilation() -> Iterator[None]:
+    """Within it, inside a backend's call, tensors are real and a graph can be compiled and run for itself, without gradients."""
+    from torch._guards import tracing
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), tracing(None), torch.no_grad():
+        yield
+
+
 def uncompiled(model: Any) -> Any:
     """What `torch.compile` wrapped, if it did: running compiled code on fake tensors would read their memory."""
     model = getattr(model, "_orig_mod", model)

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxfuse import fused, precision, torch_private
 from fxfuse.chain import Chain, Condition, Implementation, Step
-from fxfuse.choose import Cost
+from fxfuse.choose import Cost, Work
 from fxfuse.conditions import kernel_dtypes, number_of_bytes, parameter_dtype
 from fxfuse.ops import define
 from fxfuse.replacement import Emitter
@@ -139,22 +139,12 @@ def fused_replace(emit: Emitter, conv: Call, gelu: Call, pool: Call) -> fx.Node:
 
 
 def fused_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
-    """One read of the convolution's input, and its operations with those of a GELU for each output element. Against it: a convolution that
-    reads its input and writes its output, and a reduction that reads that once."""
-    read, between = number_of_bytes(conv.tensor("input")), 2 * number_of_bytes(conv.value)
+    """One read of the convolution's input, and its operations with those of a GELU for each output element."""
     outputs = math.prod(torch_private.hint(size) for size in conv.value.shape)
     path = "hopper" if _hopper_takes(conv) else "portable"
-    flops = fused.convolution_flops(conv)
-    return Cost(
-        read,
-        3,
-        read + between,
-        2,
-        flops=flops + GELU_FLOPS * outputs,
-        kernel=f"conv_gelu_pool {path} {fused.operand_of(conv)}",
-        inductor_flops=flops,
-        operand=fused.operand_of(conv),
-    )
+    flops = fused.convolution_flops(conv) + GELU_FLOPS * outputs
+    op = Work(number_of_bytes(conv.tensor("input")), kernels=3, flops=flops, kernel=f"conv_gelu_pool {path} {fused.operand_of(conv)}")
+    return Cost(op, _reduction(conv, pool), fused.library_convolution(conv))
 
 
 def _hopper_takes(conv: Call) -> bool:
@@ -184,8 +174,11 @@ def tail_replace(emit: Emitter, conv: Call, gelu: Call, pool: Call) -> fx.Node:
 
 def tail_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
     """One read of the convolution's output and a small write; Inductor's reduction moves the same bytes."""
-    total = number_of_bytes(conv.value) + number_of_bytes(pool.value)
-    return Cost(bytes=total, kernels=1, inductor_bytes=total, inductor_kernels=1)
+    return Cost(_reduction(conv, pool), _reduction(conv, pool), fused.library_convolution(conv))
+
+
+def _reduction(conv: Call, pool: Call) -> Work:
+    return Work(number_of_bytes(conv.value) + number_of_bytes(pool.value), kernels=1)
 
 
 def _with_dims(emit: Emitter, conv: Call, pool: Call, pooled: Callable[[bool], fx.Node]) -> fx.Node:

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxfuse import fused, precision, torch_private
 from fxfuse.chain import Chain, Condition, Implementation, Step
-from fxfuse.choose import Cost
+from fxfuse.choose import Cost, Work
 from fxfuse.conditions import kernel_dtypes, number_of_bytes, parameter_dtype, same_shape
 from fxfuse.ops import define
 from fxfuse.replacement import Emitter
@@ -174,13 +174,12 @@ def fused_replace(emit: Emitter, conv: Call, add: Call | None, norm: Call, pool:
 
 
 def fused_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Cost:
-    """One read of the convolution's input, one write of the result, and the convolution's operations. Against it: a convolution that
-    reads its input and writes its output, and a tail that reads that once."""
-    read, written = number_of_bytes(conv.tensor("input")), number_of_bytes(gelu.value)
-    own, between = read + written, 2 * number_of_bytes(conv.value)
-    path, operand, flops = "hopper" if _hopper_takes(conv, pool) else "portable", fused.operand_of(conv), fused.convolution_flops(conv)
-    kernel = f"conv_norm_pool_gelu {path} {operand}"
-    return Cost(own, 2, own + between, 2, flops=flops, kernel=kernel, inductor_flops=flops, operand=operand)
+    """One read of the convolution's input, one write of the result, and the convolution's operations. Against it: a tail that reads the
+    convolution's output once, which Inductor's does not reach but the tail op does."""
+    written = number_of_bytes(gelu.value)
+    kernel = f"conv_norm_pool_gelu {'hopper' if _hopper_takes(conv, pool) else 'portable'} {fused.operand_of(conv)}"
+    op = Work(number_of_bytes(conv.tensor("input")) + written, kernels=2, flops=fused.convolution_flops(conv), kernel=kernel)
+    return Cost(op, Work(number_of_bytes(conv.value) + written, kernels=1), fused.library_convolution(conv))
 
 
 def _hopper_takes(conv: Call, pool: Call) -> bool:
@@ -230,7 +229,8 @@ def tail_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) 
     read, written = number_of_bytes(conv.value), number_of_bytes(gelu.value)
     normalised = number_of_bytes(norm.value)
     share = _bandwidth_share(conv, add, norm, pool) if conv.value.device.type == "cuda" else 1.0
-    return Cost(bytes=int((read + written) / share), kernels=1, inductor_bytes=read + 2 * normalised + written, inductor_kernels=2)
+    op, inductor = Work(int((read + written) / share), kernels=1), Work(read + 2 * normalised + written, kernels=2)
+    return Cost(op, inductor, fused.library_convolution(conv))
 
 
 def _bandwidth_share(conv: Call, add: Call | None, norm: Call, pool: Call) -> float:

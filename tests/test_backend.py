@@ -55,9 +55,9 @@ def given_graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     graphs: list[fx.Graph] = []
     whole = backend.fuse_in_place
 
-    def noting(gm: fx.GraphModule, options: Any) -> Any:
+    def noting(gm: fx.GraphModule, *own: Any) -> Any:
         graphs.append(gm.graph)
-        return whole(gm, options)
+        return whole(gm, *own)
 
     monkeypatch.setattr(backend, "fuse_in_place", noting)
     return graphs
@@ -119,7 +119,7 @@ def test_a_recompile_counts_again(inductor_calls):
 @pytest.mark.parametrize("mode", MODES)
 def test_every_inductor_mode_goes_through(inductor_calls, mode):
     expected = torch._inductor.list_mode_options(mode)
-    call(mode=mode)
+    call(options={"fxfuse.mode": mode, "fxfuse.select": "never"})
     call(nn.ReLU(), mode=mode)
     call(options={"fxfuse.mode": mode, **ALWAYS})
     assert [made.config for made in inductor_calls] == [expected] * 3

@@ -153,7 +153,7 @@ def test_auto_takes_the_headline_models(chain: str, run: Callable[..., Any], x: 
     match = match_of(graph_of(run, x, w, dtype=dtype))
     best = match.chain.implementations[0]
     cost = best.cost(**match.calls)
-    assert cost.kernel.startswith(f"{chain} hopper ")
+    assert cost.op.kernel.startswith(f"{chain} hopper ")
     assert decide(cost, RATES["NVIDIA H200"], "auto").taken
 
 
@@ -170,5 +170,5 @@ def test_auto_takes_the_headline_models(chain: str, run: Callable[..., Any], x: 
 def test_small_work_for_the_portable_kernel_is_not_taken_by_auto(run: Callable[..., Any], x: tuple[int, ...], w: tuple[int, ...]) -> None:
     match = match_of(graph_of(run, x, w))
     cost = match.chain.implementations[0].cost(**match.calls)
-    assert " portable " in cost.kernel
+    assert " portable " in cost.op.kernel
     assert not decide(cost, RATES["NVIDIA H200"], "auto").taken

@@ -1,0 +1,63 @@
+"""Weighing the ways to compute a match: which are possible, what each would take, and the one to take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .chain import Implementation, first_failure
+from .choose import decide, rates_of
+from .match import Match
+from .options import Options
+from .report import Candidate
+
+INDUCTOR = "inductor"
+
+# Measured milliseconds by op name, and of Inductor under INDUCTOR; or the sentence why nothing was timed.
+Timer = Callable[[Match, Sequence[Implementation]], "Mapping[str, float] | str"]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """The implementation to take, None to leave the match to Inductor; why; and everything that was weighed, in the chain's order."""
+
+    taken: Implementation | None
+    why: str
+    candidates: tuple[Candidate, ...]
+
+
+def weigh(match: Match, options: Options, timer: Timer | None) -> Weighed:
+    """Weighs a match's implementations by measured times where there is a timer and `fxfuse.select` is "auto", else by the rule."""
+    reasons = {i.op: first_failure(i.takes(**match.calls)) for i in match.chain.implementations}
+    possible = [i for i in match.chain.implementations if reasons[i.op] is None]
+    impossible = [Candidate(op, reason) for op, reason in reasons.items() if reason is not None]
+    if timer is None or options.select != "auto" or not possible:
+        return _by_rule(match, options, possible, impossible)
+    times = timer(match, possible)
+    if isinstance(times, str):
+        return _by_rule(match, options, possible, impossible, f"not timed ({times}); ")
+    return _by_times(times, possible, impossible)
+
+
+def _by_rule(match: Match, options: Options, possible: list[Implementation], impossible: list[Candidate], note: str = "") -> Weighed:
+    rates = rates_of(match.anchor.value.device)
+    choices = {i: decide(i.cost(**match.calls), rates, options.select) for i in possible}
+    taken = next((i for i, choice in choices.items() if choice.taken), None)
+    if taken is None:
+        left = [Candidate(i.op, f"left to Inductor: {note}{choice.why}") for i, choice in choices.items()]
+        return Weighed(None, _sentence(impossible + left), tuple(impossible + left))
+    weighed = [Candidate(i.op, choice.why) for i, choice in choices.items() if i is taken or options.select == "auto" or not choice.taken]
+    return Weighed(taken, note + choices[taken].why, tuple(impossible + weighed))
+
+
+def _by_times(times: Mapping[str, float], possible: list[Implementation], impossible: list[Candidate]) -> Weighed:
+    fastest = min(possible, key=lambda implementation: times[implementation.op])
+    measured = [Candidate(op, f"measured {ms * 1e3:.0f} us") for op, ms in times.items()]
+    candidates = (*impossible, *measured)
+    if times[fastest.op] > times[INDUCTOR]:
+        return Weighed(None, f"Inductor is the fastest: {_sentence(candidates)}", candidates)
+    return Weighed(fastest, f"measured {times[fastest.op] * 1e3:.0f} us, the fastest", candidates)
+
+
+def _sentence(candidates: Sequence[Candidate]) -> str:
+    return "; ".join(f"{candidate.op}: {candidate.verdict}" for candidate in candidates)
