@@ -12,9 +12,14 @@ import sys
 import types
 from pathlib import Path
 
+import setuptools
 from setuptools import setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    sys.exit(f"fxfuse: setuptools {setuptools.__version__} is too old for a build without isolation; run: pip install 'setuptools>=77'")
 
 ROOT = Path(__file__).resolve().parent
 
