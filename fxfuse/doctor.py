@@ -69,8 +69,13 @@ def _gpus() -> Rows:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    from .fused import gpu_of, path_of
+
     devices = [(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)) for index in range(count)]
-    return [(f"cuda:{index}", f"{name}, sm_{major}{minor}") for index, (name, (major, minor)) in enumerate(devices)]
+    return [
+        (f"cuda:{index}", f"{name}, sm_{major}{minor}; kernels of fused convolutions: {path_of(gpu_of(torch.device('cuda', index)))}")
+        for index, (name, (major, minor)) in enumerate(devices)
+    ]
 
 
 def _tools(env: Mapping[str, str]) -> Rows:

@@ -14,13 +14,13 @@ from .choose import Convolution
 from .conditions import KERNEL_DTYPES, number_of_bytes
 from .view import Call
 
-# Shared memory of a multiprocessor with which every plan of the fused kernels fits (sm_90, sm_100). Smaller devices take the tail op.
-SHARED_BYTES = 228 * 1024
+# The oldest compute capability, by its major number, that the fused kernels are written for.
+OLDEST_MAJOR = 8
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What conditions and costs ask of a CUDA device. shared_bytes: shared memory of a multiprocessor."""
+    """What conditions and costs ask of a CUDA device. shared_bytes: the most shared memory that one block can have."""
 
     major: int
     num_processors: int
@@ -32,7 +32,15 @@ def gpu_of(device: torch.device) -> Gpu | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(device)
-    return Gpu(found.major, found.multi_processor_count, found.shared_memory_per_multiprocessor)
+    # The system keeps 1 KB of a multiprocessor's shared memory.
+    return Gpu(found.major, found.multi_processor_count, found.shared_memory_per_multiprocessor - 1024)
+
+
+def path_of(gpu: Gpu) -> str:
+    """Which kernels take fused convolutions on a device, for people."""
+    if gpu.major < OLDEST_MAJOR:
+        return "none: the tail ops alone"
+    return "Hopper's (wgmma), else portable (mma.sync)" if gpu.major == 9 else "portable (mma.sync)"
 
 
 def fused_convolution(conv: Call) -> Iterator[Condition]:
@@ -49,7 +57,7 @@ def fused_convolution(conv: Call) -> Iterator[Condition]:
     yield conv.value.device.type == "cuda", "the convolution is on a CPU, whose library runs it best"
     gpu = gpu_of(conv.value.device)
     yield gpu is not None, "there is no GPU to run it on"
-    yield gpu.shared_bytes >= SHARED_BYTES, f"the device has {gpu.shared_bytes} bytes of shared memory a multiprocessor, under {SHARED_BYTES}"
+    yield gpu.major >= OLDEST_MAJOR, f"the device's compute capability {gpu.major}.x is older than {OLDEST_MAJOR}.0"
 
 
 def convolution(

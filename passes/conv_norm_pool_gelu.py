@@ -141,6 +141,8 @@ def fused_takes(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call
     yield max(pool.kernel_size) <= 4, f"avg_pool3d's window {list(pool.kernel_size)} has a size over 4"
     yield set(pool.padding) == {0} and not pool.ceil_mode, "avg_pool3d pads or has ceil_mode"
     yield pool.divisor_override is None, "avg_pool3d has a divisor_override"
+    needed, given = _shared_bytes(conv, pool), fused.gpu_of(conv.value.device).shared_bytes
+    yield needed <= given, f"a row of windows needs up to {needed} bytes of shared memory, and a block has {given} on this device"
     if add is not None and isinstance(value_of(_addend(add)), torch.Tensor):
         shape = value_of(_addend(add)).shape
         # All sizes but the channels', if it has that many dimensions, are 1.
@@ -180,6 +182,16 @@ def fused_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call)
     kernel = f"conv_norm_pool_gelu {'hopper' if _hopper_takes(conv, pool) else 'portable'} {fused.operand_of(conv)}"
     op = Work(number_of_bytes(conv.tensor("input")) + written, kernels=2, flops=fused.convolution_flops(conv), kernel=kernel)
     return Cost(op, Work(number_of_bytes(conv.value) + written, kernels=1), fused.library_convolution(conv))
+
+
+def _shared_bytes(conv: Call, pool: Call) -> int:
+    """A bound of what a block of the portable kernel needs at least (`refusal` of csrc/conv_norm_pool_gelu_plan.cuh): weights and sums, and for
+    one row of windows the input rows, 32 bytes a pixel, of a width padded to a power of two."""
+    width = conv.value.shape[-1]
+    padded = 2 ** max(5, math.ceil(math.log2(width))) if isinstance(width, int) else 256
+    down, across = (1, 1 / conv.stride[-1]) if conv.transposed else conv.stride[-2:]
+    rows = (pool.kernel_size[-2] - 1) * down + conv.tensor("weight").shape[-2]
+    return 28 * 1024 + rows * math.ceil(padded * across + 4 * max(across, 1)) * 32
 
 
 def _hopper_takes(conv: Call, pool: Call) -> bool:

@@ -19,7 +19,7 @@ from fxfuse.fused import Gpu
 from fxfuse.match import Match, find
 from fxfuse.view import GraphView
 
-H200 = Gpu(major=9, num_processors=132, shared_bytes=233472)
+H200 = Gpu(major=9, num_processors=132, shared_bytes=232448)
 X2, W2, X3, W3 = (2, 8, 12, 14), (16, 8, 3, 3), (2, 8, 6, 6, 12), (16, 8, 3, 3, 3)
 
 
@@ -111,7 +111,31 @@ def test_refused_and_left_to_the_tail(run: Callable[..., torch.Tensor], sentence
     assert [record.op for record in report.fused] == [tail.op]
 
 
-@pytest.mark.parametrize("gpu", [None, Gpu(8, 108, 167936), Gpu(12, 188, 102400)])
+A100, RTX_PRO_6000 = Gpu(8, 108, 166912), Gpu(12, 188, 101376)
+
+
+@pytest.mark.parametrize("gpu", [A100, RTX_PRO_6000], ids=["sm_80", "sm_120"])
+@pytest.mark.parametrize("name", TAKEN)
+def test_devices_with_less_shared_memory_take_the_portable_kernel(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "gpu_of", lambda device: gpu)
+    match = match_of(graph_of(*TAKEN[name]))
+    best = match.chain.implementations[0]
+    assert first_failure(best.takes(**match.calls)) is None
+    assert " portable " in best.cost(**match.calls).op.kernel
+
+
+def test_rows_that_do_not_fit_a_device_go_to_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.avg_pool3d(F.layer_norm(torch.conv3d(x, w, stride=2), (254,)), 4))
+
+    for gpu, fits in ((H200, True), (A100, False), (RTX_PRO_6000, False)):
+        monkeypatch.setattr(fused, "gpu_of", lambda device, gpu=gpu: gpu)
+        match = match_of(graph_of(run, (1, 8, 20, 40, 510), (16, 8, 4, 4, 4)))
+        refused = first_failure(match.chain.implementations[0].takes(**match.calls))
+        assert refused is None if fits else "bytes of shared memory, and a block has" in refused
+
+
+@pytest.mark.parametrize("gpu", [None, Gpu(7, 80, 98304)])
 def test_devices_that_are_left_to_the_tail(gpu: Gpu | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "gpu_of", lambda device: gpu)
     _, report = fuse(graph_of(*TAKEN["conv2d"]))
