@@ -15,11 +15,11 @@
 //   this file                         checks, op, registration
 
 #include <cstdlib>
-#include <cstring>
 #include <string>
 #include <vector>
 
 #include "common/args.h"
+#include "common/params.cuh"
 #include "conv_norm_pool_gelu_launch.cuh"
 
 namespace fxfuse::conv_norm_pool_gelu {
@@ -27,35 +27,11 @@ namespace {
 
 // ---- arguments ---------------------------------------------------------------------------------------------------
 
-// A 0-dim CPU tensor is a legal operand of a CUDA tensor in eager. Its value is at hand: no copy, no synchronisation.
-bool is_cpu_scalar(const Tensor& tensor) { return tensor.is_cpu() && tensor.dim() == 0; }
-
-double cpu_scalar(const Tensor& tensor, const Tensor& input) {
-  const ScalarType dtype = tensor.scalar_type();
-  require(dtype == ScalarType::Float || dtype == input.scalar_type(), "addend is ", name_of(dtype), ", but float32 and the input's ",
-          name_of(input.scalar_type()), " are supported: cast it first.");
-  if (dtype == ScalarType::Float) return *static_cast<const float*>(tensor.data_ptr());
-  uint16_t bits;
-  std::memcpy(&bits, tensor.data_ptr(), sizeof(bits));
-  if (dtype == ScalarType::BFloat16) return __bfloat162float(__nv_bfloat16(__nv_bfloat16_raw{bits}));
-  return __half2float(__half(__half_raw{bits}));
-}
-
-std::optional<Tensor> dense_parameter(const std::optional<Tensor>& parameter) {
-  return parameter ? std::optional(torch::stable::contiguous(*parameter)) : std::nullopt;
-}
-
 Operand operand_of(ScalarType dtype, std::string_view precision) {
   require(precision == "tf32" || precision == "ieee", "precision is '", precision, "', but 'tf32' or 'ieee' is needed.");
   if (dtype == ScalarType::BFloat16) return Operand::Bf16;
   if (dtype == ScalarType::Half) return Operand::Fp16;
   return precision == "tf32" ? Operand::Tf32 : Operand::Tf32x3;
-}
-
-int checked_int(int64_t value, const char* what) {
-  constexpr int64_t kMost = int64_t{1} << 30;
-  require(value < kMost, what, " is ", value, ", but less than 2^30 is supported: split the input.");
-  return static_cast<int>(value);
 }
 
 struct Convolution {

@@ -13,45 +13,21 @@
 //   norm_pool_gelu_launch.cuh         a plan to its kernel
 //   this file                         op, registration
 
-#include <cstring>
 #include <string>
 #include <vector>
 
 #include "common/args.h"
 #include "common/cuda.cuh"
+#include "common/params.cuh"
 #include "norm_pool_gelu_launch.cuh"
 #include "norm_pool_gelu_plan.cuh"
 
 namespace fxfuse::norm_pool_gelu {
 namespace {
 
-int checked_int(int64_t value, const char* what) {
-  constexpr int64_t kMost = int64_t{1} << 30;
-  require(value < kMost, what, " is ", value, ", but less than 2^30 is supported: split the input.");
-  return static_cast<int>(value);
-}
-
 Axis axis(const NormPoolGeometry& geometry, int i, Ints kernel, Ints stride, Ints padding) {
   return {checked_int(geometry.size[2 + i], "a dimension of the input"), static_cast<int>(geometry.out[i]),
           checked_int(kernel[i], "a kernel size"), checked_int(stride[i], "a stride"), checked_int(padding[i], "a padding")};
-}
-
-// A 0-dim CPU tensor is a legal operand of a CUDA tensor in eager. Its value is at hand: no copy, no synchronisation.
-bool is_cpu_scalar(const Tensor& tensor) { return tensor.is_cpu() && tensor.dim() == 0; }
-
-double cpu_scalar(const Tensor& tensor, const Tensor& input) {
-  const ScalarType dtype = tensor.scalar_type();
-  require(dtype == ScalarType::Float || dtype == input.scalar_type(), "addend is ", name_of(dtype), ", but float32 and the input's ",
-          name_of(input.scalar_type()), " are supported: cast it first.");
-  if (dtype == ScalarType::Float) return *static_cast<const float*>(tensor.data_ptr());
-  uint16_t bits;
-  std::memcpy(&bits, tensor.data_ptr(), sizeof(bits));
-  if (dtype == ScalarType::BFloat16) return __bfloat162float(__nv_bfloat16(__nv_bfloat16_raw{bits}));
-  return __half2float(__half(__half_raw{bits}));
-}
-
-std::optional<Tensor> dense_parameter(const std::optional<Tensor>& parameter) {
-  return parameter ? std::optional(torch::stable::contiguous(*parameter)) : std::nullopt;
 }
 
 Tensor norm_pool_gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::optional<Tensor>& addend,
