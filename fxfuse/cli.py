@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .bench import command as bench
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code."""
@@ -23,11 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Shows the whole state and what fxfuse will do on each device. Exit code 1 if chains cannot be fused.",
     )
     doctor.add_argument("--build", action="store_true", help="build what is missing first")
+    bench.add_parser(commands)
+    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     if arguments.command == "demo":
         from .demo import main as demo
 
         return demo()
+    if arguments.command == "bench":
+        return bench.main(arguments, argv)
     from .doctor import main as doctor_main
 
     return doctor_main(build=arguments.build)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 import statistics
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 Contender = Callable[[], Any]
+Timer = Callable[[], float]  # runs and returns milliseconds
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 # Of GPU work between two events, and calls that make it up.
 SHORTEST_MS, MOST_CALLS = 0.3, 50
@@ -26,26 +28,27 @@ def paired_times(contenders: Mapping[str, Contender], device: torch.device, roun
 
     On CUDA: GPU time, of calls captured in a CUDA graph, so that the host's time is not in it. Else wall time.
     """
-    timed = _wall_ms
-    if device.type == "cuda":
-        contenders, timed = {name: captured(contender) for name, contender in contenders.items()}, _graph_ms
-    return _in_turn(contenders, timed, rounds)
+    if device.type != "cuda":
+        return paired_wall_times(contenders, rounds)
+    pool = torch.cuda.graph_pool_handle()
+    return in_turn({name: graph_timer(contender, pool) for name, contender in contenders.items()}, rounds)
 
 
 def paired_wall_times(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of wall time of every call, by contender, until the device is done, in turn as in `paired_times`."""
-    return _in_turn(contenders, _wall_ms, rounds)
+    return in_turn({name: functools.partial(_wall_ms, contender) for name, contender in contenders.items()}, rounds)
 
 
-def _in_turn(contenders: Mapping[str, Any], timed: Callable[[Any], float], rounds: int) -> dict[str, list[float]]:
-    for contender in contenders.values():
-        timed(contender)
-        timed(contender)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+def in_turn(timers: Mapping[str, Timer], rounds: int) -> dict[str, list[float]]:
+    """What each timer returns in every round, in turn and in an order of the round's own."""
+    for timer in timers.values():
+        timer()
+        timer()
+    times: dict[str, list[float]] = {name: [] for name in timers}
     shuffled = random.Random(0)
     for _ in range(rounds):
-        for name in shuffled.sample(list(contenders), len(contenders)):
-            times[name].append(timed(contenders[name]))
+        for name in shuffled.sample(list(timers), len(timers)):
+            times[name].append(timers[name]())
     return times
 
 
@@ -56,7 +59,16 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
 
 def ratio(times: Mapping[str, list[float]], of: str, over: str) -> float:
     """Median over the rounds of one contender's time over another's."""
-    return statistics.median(a / b for a, b in zip(times[of], times[over]))
+    return ratio_quartiles(times, of, over)[1]
+
+
+def ratio_quartiles(times: Mapping[str, list[float]], of: str, over: str) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile over the rounds of one contender's time over another's."""
+    ratios = [a / b for a, b in zip(times[of], times[over])]
+    if len(ratios) < 2:
+        return (ratios[0],) * 3
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return low, statistics.median(ratios), high
 
 
 @dataclass(frozen=True)
@@ -67,23 +79,55 @@ class Captured:
     calls: int
 
 
-def captured(contender: Contender) -> Captured:
-    """The contender in a CUDA graph: as many calls as keep the GPU busy for longer than a launch takes."""
+def captured(contender: Contender, pool: Any = None) -> Captured:
+    """The contender in a CUDA graph: as many calls as keep the GPU busy for longer than a launch takes.
+
+    pool: a handle of `torch.cuda.graph_pool_handle()`; graphs that share one share their memory, as none's results are read.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             contender()
     torch.cuda.current_stream().wait_stream(side)
-    one = _capture(contender, 1)
+    one = _capture(contender, 1, pool)
     _graph_ms(one)
-    calls = math.ceil(SHORTEST_MS / max(_graph_ms(one), SHORTEST_MS / MOST_CALLS))
-    return one if calls == 1 else _capture(contender, calls)
+    calls = _calls(_graph_ms(one))
+    return one if calls == 1 else _capture(contender, calls, pool)
 
 
-def _capture(contender: Contender, calls: int) -> Captured:
+def graph_timer(contender: Contender, pool: Any = None) -> Timer:
+    """Times replays of the contender captured in a CUDA graph (see `captured`); raises RuntimeError where it cannot be captured."""
+    # A capture that fails leaves its stream behind as the current one.
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        return functools.partial(_graph_ms, captured(contender, pool))
+
+
+def events_timer(contender: Contender) -> Timer:
+    """Times plain calls between two events, for what a CUDA graph cannot capture: where the host is slower than the GPU, its time is in it."""
+
+    def timed(calls: int) -> float:
+        contender()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            contender()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / calls
+
+    timed(1)
+    return functools.partial(timed, _calls(timed(1)))
+
+
+def _calls(milliseconds: float) -> int:
+    """How many calls of so long make up SHORTEST_MS."""
+    return math.ceil(SHORTEST_MS / max(milliseconds, SHORTEST_MS / MOST_CALLS))
+
+
+def _capture(contender: Contender, calls: int, pool: Any) -> Captured:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         for _ in range(calls):
             contender()
     return Captured(graph, calls)
@@ -113,9 +157,13 @@ def _wall_ms(contender: Contender) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def fp64_result(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+def fp64_result(model: nn.Module, *inputs: Any) -> Any:
     """The model's result in fp64, on a copy of the model; parameters and inputs as they are, only widened."""
-    return copy.deepcopy(model).double()(*(x.double() for x in inputs))
+    return copy.deepcopy(model).double()(*torch.utils._pytree.tree_map_only(torch.Tensor, _widened, inputs))
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if x.is_floating_point() else x
 
 
 def tf32_result(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
@@ -131,6 +179,18 @@ def _tf32(x: torch.Tensor) -> torch.Tensor:
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """||out - reference|| / ||reference|| in fp64; nan where `out` holds one that the reference does not."""
-    return float((out.double() - reference).norm() / reference.norm())
+def relative_error(out: Any, reference: Any) -> float:
+    """||out - reference|| / ||reference|| in fp64; nan where `out` holds one that the reference does not.
+
+    Of nested results the floating-point tensors count, taken together.
+    """
+    pairs = list(zip(_floating(out), _floating(reference), strict=True))
+    if len(pairs) == 1:
+        (own, expected), = pairs
+        return float((own.double() - expected).norm() / expected.norm())
+    squares = [((own.double() - expected).square().sum(), expected.square().sum()) for own, expected in pairs]
+    return math.sqrt(float(sum(error for error, _ in squares)) / float(sum(size for _, size in squares)))
+
+
+def _floating(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]

@@ -127,6 +127,20 @@ class RealAsFake(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class LargestValue(TorchDispatchMode):
+    """Inside it, `elements` is the size of the largest tensor that any op returned so far. Function modes see no ops inside of ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves(result)
+        self.elements = max([self.elements, *(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))])
+        return result
+
+
 def needs_data(error: BaseException) -> bool:
     """Whether the error says that fake tensors cannot stand in for data."""
     return isinstance(error, DataDependent) or "data pointer" in str(error)

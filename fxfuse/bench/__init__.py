@@ -1,0 +1,17 @@
+"""`fxfuse bench`: contenders in turn in the same run, on the headline models, a sweep of shapes, the tail ops alone, or a model of your own.
+
+    command.py     the command line, its checks, and the run from the first workload to the files
+    workloads.py   what is measured: models, inputs, dtypes, precisions, layouts; `shapes.py` holds the sweep, `user.py` your own model
+    counts.py      operations, and the bytes that a call must move
+    contenders.py  who is measured
+    rows.py        one workload, all its contenders: errors, peak memory, what fxfuse did; `timing.py` their times
+    tails.py       the tail ops beside a copy
+    ceilings.py    what the device reaches at best
+    results.py     the JSON file; `table.py` and `chart.py` show it
+"""
+
+from __future__ import annotations
+
+
+class BenchError(Exception):
+    """Something that was asked for cannot be measured; the message is one line for the user."""

@@ -1,0 +1,99 @@
+"""The JSON file of a run: what was measured, on what and with what, and the rows (`rows.Row`, or those of `tails.measure`)."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from . import BenchError
+
+SCHEMA = 1
+# What must be the same for rows of an earlier run to stand beside new ones.
+SAME = ("schema", "suite", "device", "torch", "cuda", "python", "fxfuse", "commit", "rounds")
+
+
+def header(suite: str, device: torch.device, rounds: int, command: str) -> dict[str, Any]:
+    """A result without rows. complete: whether every workload was measured."""
+    return {
+        "schema": SCHEMA,
+        "suite": suite,
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "fxfuse": __version__,
+        "commit": commit(Path(__file__).parents[2]),
+        "command": command,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "rounds": rounds,
+        "complete": False,
+        "ceilings": None,
+        "rows": [],
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name; a CPU by its instruction set and threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.backends.cpu.get_cpu_capability()} CPU, {torch.get_num_threads()} threads"
+
+
+def commit(checkout: Path) -> str | None:
+    """The commit that is checked out, with "-dirty" behind it where tracked files differ; None where fxfuse does not run from a checkout."""
+    if not (checkout / ".git").exists():
+        return None
+    git = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Writes the file as a whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    partial.replace(path)
+
+
+def resume(result: dict[str, Any], path: Path) -> set[str]:
+    """Takes the rows and ceilings of an earlier run's file over, if there is one; the names of the workloads that are done.
+
+    Raises BenchError if the file is of another suite, device or version.
+    """
+    if not path.exists():
+        return set()
+    try:
+        earlier = json.loads(path.read_text())
+        different = [key for key in SAME if earlier[key] != result[key]]
+        rows, ceilings = earlier["rows"], earlier["ceilings"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path} is no result of fxfuse bench that could be resumed ({type(error).__name__}: {error})") from error
+    if different:
+        key = different[0]
+        raise BenchError(f"{path} cannot be resumed: its {key} is {earlier[key]!r}, now it is {result[key]!r}")
+    result["rows"], result["ceilings"] = rows, ceilings
+    return {name_of(row) for row in rows}
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """The name of the workload that a row belongs to, as workloads have it."""
+    return " ".join(filter(None, (row.get("workload") or row["op"], row["dtype"], row.get("precision"), row["layout"])))
+
+
+def groups(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows by workload, in their order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(name_of(row), []).append(row)
+    return found

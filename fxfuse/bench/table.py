@@ -1,0 +1,117 @@
+"""Tables and closing sentences of a run, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from .results import groups
+
+Rows = Sequence[dict[str, Any]]
+
+
+def text(result: dict[str, Any]) -> str:
+    """Everything that stdout shows."""
+    rows = result["rows"]
+    if not rows:
+        return "nothing was measured"
+    if result["suite"] == "tails":
+        return _tails(rows)
+    body = _by_shape(rows) if result["suite"] == "sweep" else _by_contender(rows)
+    return "\n\n".join(filter(None, (_ceilings(result["ceilings"]), body, *_notes(rows), _verdict(rows) if result["suite"] == "sweep" else "")))
+
+
+def _ceilings(ceilings: dict[str, Any]) -> str:
+    products = ", ".join(f"{number} {flops / 1e12:.3g}" for number, flops in ceilings["flops_per_s"].items())
+    return f"ceilings: a copy {ceilings['bytes_per_s'] / 1e12:.3g} TB/s; matrix products, TFLOP/s: {products}"
+
+
+def _by_contender(rows: Rows) -> str:
+    """A line for each contender, under its workload."""
+    on_gpu = any(row["gpu_ms"] is not None for row in rows)
+    lines: list[list[str]] = []
+    for members in groups(rows).values():
+        kind = " ".join(filter(None, (members[0][key] for key in ("dtype", "precision", "layout"))))
+        labels = [members[0]["workload"], kind] + [""] * max(len(members) - 2, 0)
+        cells = [_cells(row, on_gpu) for row in members] + [[]] * (2 - len(members))
+        lines += [[label, *cell] for label, cell in zip(labels, cells)] + [[]]
+    headers = ["workload", "contender", *(["GPU ms"] if on_gpu else []), "wall ms", "/ inductor", "error", *(["peak MB"] if on_gpu else []), "TB/s", "TFLOP/s", "became"]
+    return tabulate(lines[:-1], headers=headers, disable_numparse=True)
+
+
+def _cells(row: dict[str, Any], on_gpu: bool) -> list[str]:
+    if row["failed"]:
+        # In a word: the file holds the sentence.
+        blanks = [""] * (7 if on_gpu else 5)
+        return [row["contender"], *blanks, f"failed: {row['failed'].partition(':')[0]}"]
+    over = row["over_inductor"]
+    return [
+        row["contender"] + (" (events)" if (row["timed_by"] or "").startswith("events") else ""),
+        *([_number(row["gpu_ms"], ".3f")] if on_gpu else []),
+        _number(row["wall_ms"], ".3f"),
+        _number(over and over[1], ".2f"),
+        _number(row["error"], ".1e"),
+        *([_number(row["peak_mb"], ".1f")] if on_gpu else []),
+        _rate(row["bytes_per_s"], row["bytes_share"]),
+        _rate(row["flops_per_s"], row["flops_share"]),
+        row["op"] or "",
+    ]
+
+
+def _by_shape(rows: Rows) -> str:
+    """A line for each shape, the contenders' times side by side."""
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    lines = []
+    for name, members in groups(rows).items():
+        by_name = {row["contender"]: row for row in members}
+        own = by_name.get("fxfuse", members[-1])
+        auto = own["auto"] or {}
+        over = auto.get("over_rival")
+        errors = [row["error"] for row in members if row["contender"].startswith("fxfuse") and row["error"] is not None]
+        times = [_time(by_name.get(contender)) for contender in names]
+        spread = f"{over[1]:.2f} ({over[0]:.2f}-{over[2]:.2f})" if over else ""
+        lines.append([name, *times, spread, _number(max(errors, default=None), ".1e"), _number(own["eager_error"], ".1e"), own["op"] or ""])
+    headers = ["shape", *(f"{name} ms" for name in names), "auto / best", "error", "eager's", "auto became"]
+    return tabulate(lines, headers=headers, disable_numparse=True)
+
+
+def _time(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return row["failed"].partition(":")[0] if row["failed"] else _number(row["gpu_ms"] or row["wall_ms"], ".4f")
+
+
+def _tails(rows: Rows) -> str:
+    lines = [
+        [row["op"], row["dtype"], row["layout"], f"failed: {row['failed']}"]
+        if row["failed"]
+        else [row["op"], row["dtype"], row["layout"], f"{row['ms']:.3f}", f"{row['bytes_per_s'] / 1e12:.3g}", f"{row['copy_bytes_per_s'] / 1e12:.3g}", f"{row['share']:.0%}"]
+        for row in rows
+    ]
+    return tabulate(lines, headers=["op", "dtype", "layout", "ms", "TB/s", "copy TB/s", "share"], disable_numparse=True)
+
+
+def _notes(rows: Rows) -> list[str]:
+    """Each failure once, and why errors are missing."""
+    failures = [f"{row['contender']} failed: {row['failed']}" for row in rows if row["failed"]]
+    missing = [f"{name}: {members[0]['no_error']}" for name, members in groups(rows).items() if members[0]["no_error"]]
+    return ["\n".join(dict.fromkeys([*failures, *missing]))]
+
+
+def _verdict(rows: Rows) -> str:
+    """Whether `auto` was the right choice."""
+    judged = [row for row in rows if row["auto"]]
+    within = sum(row["auto"]["within"] for row in judged)
+    slower = [name for name, members in groups(rows).items() if any((row["auto"] or {}).get("slower") for row in members)]
+    sentence = f"auto within 1.02x of the faster of inductor and tail: {within} of {len(judged)}; slower beyond the noise of the rounds: {len(slower)}"
+    return "\n  ".join([sentence, *slower])
+
+
+def _rate(rate: float | None, share: float | None) -> str:
+    return "" if rate is None else f"{rate / 1e12:.3g}" + ("" if share is None else f" ({share:.0%})")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
