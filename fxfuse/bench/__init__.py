@@ -14,4 +14,8 @@ from __future__ import annotations
 
 
 class BenchError(Exception):
-    """Something that was asked for cannot be measured; the message is one line for the user."""
+    """Something that was asked for cannot be measured; the message is one line for the user. code: the command's exit code."""
+
+    def __init__(self, message: str, code: int = 2) -> None:
+        super().__init__(message)
+        self.code = code

@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         return _run(arguments, shlex.join(["fxfuse", *argv]))
     except BenchError as error:
         print(f"fxfuse bench: {error}", file=sys.stderr)
-        return 2
+        return error.code
 
 
 def _run(arguments: argparse.Namespace, command: str) -> int:

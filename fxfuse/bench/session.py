@@ -53,7 +53,7 @@ def _load(device: torch.device) -> None:
     try:
         library.load(device.type)
     except BuildError as error:
-        raise BenchError(f"the tail ops cannot be measured: {error.summary}") from error
+        raise BenchError(f"the tail ops cannot be measured: {error.summary}; {error.mend}", code=1) from error
 
 
 def _tail(tail: tails.Tail, device: torch.device, rounds: int, _: ceilings.Ceilings, say: Say) -> list[dict[str, Any]]:

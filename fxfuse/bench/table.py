@@ -10,6 +10,7 @@ from tabulate import tabulate
 from .results import groups
 
 Rows = Sequence[dict[str, Any]]
+UNITS = {"T": 1e12, "G": 1e9}
 
 
 def text(result: dict[str, Any]) -> str:
@@ -18,30 +19,30 @@ def text(result: dict[str, Any]) -> str:
     if not rows:
         return "nothing was measured"
     if result["suite"] == "tails":
-        return _tails(rows)
+        return _tails([{"bytes_per_s": None, **row} for row in rows])
     body = _by_shape(rows) if result["suite"] == "sweep" else _by_contender(rows)
     return "\n\n".join(filter(None, (_ceilings(result["ceilings"]), body, *_notes(rows), _verdict(rows) if result["suite"] == "sweep" else "")))
 
 
 def _ceilings(ceilings: dict[str, Any]) -> str:
     products = ", ".join(f"{number} {flops / 1e12:.3g}" for number, flops in ceilings["flops_per_s"].items())
-    return f"ceilings: a copy {ceilings['bytes_per_s'] / 1e12:.3g} TB/s; matrix products, TFLOP/s: {products}"
+    return f"ceilings: a copy {ceilings['bytes_per_s'] / 1e9:,.0f} GB/s; matrix products, TFLOP/s: {products}"
 
 
 def _by_contender(rows: Rows) -> str:
     """A line for each contender, under its workload."""
-    on_gpu = any(row["gpu_ms"] is not None for row in rows)
+    on_gpu, unit = any(row["gpu_ms"] is not None for row in rows), _unit(rows)
     lines: list[list[str]] = []
     for members in groups(rows).values():
         kind = " ".join(filter(None, (members[0][key] for key in ("dtype", "precision", "layout"))))
         labels = [members[0]["workload"], kind] + [""] * max(len(members) - 2, 0)
-        cells = [_cells(row, on_gpu) for row in members] + [[]] * (2 - len(members))
+        cells = [_cells(row, on_gpu, unit) for row in members] + [[]] * (2 - len(members))
         lines += [[label, *cell] for label, cell in zip(labels, cells)] + [[]]
-    headers = ["workload", "contender", *(["GPU ms"] if on_gpu else []), "wall ms", "/ inductor", "error", *(["peak MB"] if on_gpu else []), "TB/s", "TFLOP/s", "became"]
+    headers = ["workload", "contender", *(["GPU ms"] if on_gpu else []), "wall ms", "/ inductor", "error", *(["peak MB"] if on_gpu else []), f"{unit}B/s", f"{unit}FLOP/s", "became"]
     return tabulate(lines[:-1], headers=headers, disable_numparse=True)
 
 
-def _cells(row: dict[str, Any], on_gpu: bool) -> list[str]:
+def _cells(row: dict[str, Any], on_gpu: bool, unit: str) -> list[str]:
     if row["failed"]:
         # In a word: the file holds the sentence.
         blanks = [""] * (7 if on_gpu else 5)
@@ -54,8 +55,8 @@ def _cells(row: dict[str, Any], on_gpu: bool) -> list[str]:
         _number(over and over[1], ".2f"),
         _number(row["error"], ".1e"),
         *([_number(row["peak_mb"], ".1f")] if on_gpu else []),
-        _rate(row["bytes_per_s"], row["bytes_share"]),
-        _rate(row["flops_per_s"], row["flops_share"]),
+        _rate(row["bytes_per_s"], row["bytes_share"], unit),
+        _rate(row["flops_per_s"], row["flops_share"], unit),
         row["op"] or "",
     ]
 
@@ -84,13 +85,17 @@ def _time(row: dict[str, Any] | None) -> str:
 
 
 def _tails(rows: Rows) -> str:
-    lines = [
-        [row["op"], row["dtype"], row["layout"], f"failed: {row['failed']}"]
-        if row["failed"]
-        else [row["op"], row["dtype"], row["layout"], f"{row['ms']:.3f}", f"{row['bytes_per_s'] / 1e12:.3g}", f"{row['copy_bytes_per_s'] / 1e12:.3g}", f"{row['share']:.0%}"]
-        for row in rows
-    ]
-    return tabulate(lines, headers=["op", "dtype", "layout", "ms", "TB/s", "copy TB/s", "share"], disable_numparse=True)
+    unit = _unit(rows)
+    headers = ["op", "dtype", "layout", "ms", f"{unit}B/s", f"copy {unit}B/s", "share"]
+    return tabulate([_tail(row, unit) for row in rows], headers=headers, disable_numparse=True)
+
+
+def _tail(row: dict[str, Any], unit: str) -> list[str]:
+    own = [row["op"], row["dtype"], row["layout"]]
+    if row["failed"]:
+        return [*own, f"failed: {row['failed']}"]
+    rates = (f"{row[key] / UNITS[unit]:.3g}" for key in ("bytes_per_s", "copy_bytes_per_s"))
+    return [*own, f"{row['ms']:.3f}", *rates, f"{row['share']:.0%}"]
 
 
 def _notes(rows: Rows) -> list[str]:
@@ -109,8 +114,13 @@ def _verdict(rows: Rows) -> str:
     return "\n  ".join([sentence, *slower])
 
 
-def _rate(rate: float | None, share: float | None) -> str:
-    return "" if rate is None else f"{rate / 1e12:.3g}" + ("" if share is None else f" ({share:.0%})")
+def _unit(rows: Rows) -> str:
+    """The prefix that rates are shown with."""
+    return "T" if max((row["bytes_per_s"] or 0.0 for row in rows), default=0.0) > 1e11 else "G"
+
+
+def _rate(rate: float | None, share: float | None, unit: str) -> str:
+    return "" if rate is None else f"{rate / UNITS[unit]:.3g}" + ("" if share is None else f" ({share:.0%})")
 
 
 def _number(value: float | None, form: str) -> str:
