@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from fxfuse.bench import chart, checks, contenders, counts, results, rows, table, workloads
-from fxfuse.bench.shapes import shapes
+from fxfuse.bench.sweep import shapes
 from fxfuse.cli import main
 from fxfuse.headline import ConvNormPoolGelu
 
@@ -313,12 +313,12 @@ def test_channels_last_contenders_only_where_they_differ() -> None:
 
 
 def test_table_of_gpu_rows() -> None:
-    row = dataclasses.asdict(rows.Row("chain", "chain", "float32", "tf32", "contiguous", [[1]], "inductor", gpu_ms=1.5, wall_ms=2.0, peak_mb=8.0, output_mb=1.0))
-    row |= {"timed_by": "events around plain calls", "bytes_per_s": 2e12, "bytes_share": 0.5, "flops_per_s": 1e14, "flops_share": 0.25}
+    row = dataclasses.asdict(rows.Row("chain", "chain", "float32", "tf32", "contiguous", [[1]], "inductor", gpu_ms=1.5, wall_ms=2.0, peak_mb=8.0, output_mb=1.25))
+    row |= {"error": 3e-4, "eager_error": 2e-4, "tf32_error": 1e-4, "timed_by": "events around plain calls", "bytes_per_s": 2e12, "bytes_share": 0.5, "flops_per_s": 1e14, "flops_share": 0.25}
     failed = {**row, "contender": "fxfuse", "failed": "out of memory", "gpu_ms": None}
     result = {"suite": "headline", "rows": [row, failed], "ceilings": {"bytes_per_s": 4e12, "flops_per_s": {"float32 tf32": 4e14}}}
     text = table.text(result)
-    for cell in ("GPU ms", "1.500", "peak MB", "2 (50%)", "100 (25%)", "inductor (events)", "failed: out of memory", "4,000 GB/s"):
+    for cell in ("GPU ms", "1.500", "peak MB", "2 (50%)", "100 (25%)", "1.2", "3.0e-04", "2.0e-04", "1.0e-04", "inductor (events)", "failed: out of memory", "4,000 GB/s"):
         assert cell in text
 
 

@@ -1,7 +1,8 @@
 """`fxfuse bench`: contenders in turn in the same run, on the headline models, a sweep of shapes, the tail ops alone, or a model of your own.
 
     command.py     the command line, its checks, and the run from the first workload to the files
-    workloads.py   what is measured: models, inputs, dtypes, precisions, layouts; `shapes.py` holds the sweep, `user.py` your own model
+    workloads.py   what is measured: models, inputs, dtypes, precisions, layouts; `sweep.py` lists the sweep's shapes (`shapes.py`),
+                   `user.py` finds your own model
     counts.py      operations, and the bytes that a call must move
     contenders.py  who is measured
     rows.py        one workload, all its contenders: errors, peak memory, what fxfuse did; `timing.py` their times

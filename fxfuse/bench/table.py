@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -10,6 +10,7 @@ from tabulate import tabulate
 from .results import groups
 
 Rows = Sequence[dict[str, Any]]
+Column = Callable[[dict[str, Any]], str]
 UNITS = {"T": 1e12, "G": 1e9}
 
 
@@ -31,34 +32,40 @@ def _ceilings(ceilings: dict[str, Any]) -> str:
 
 def _by_contender(rows: Rows) -> str:
     """A line for each contender, under its workload."""
-    on_gpu, unit = any(row["gpu_ms"] is not None for row in rows), _unit(rows)
+    columns = _columns(rows)
     lines: list[list[str]] = []
     for members in groups(rows).values():
         kind = " ".join(filter(None, (members[0][key] for key in ("dtype", "precision", "layout"))))
         labels = [members[0]["workload"], kind] + [""] * max(len(members) - 2, 0)
-        cells = [_cells(row, on_gpu, unit) for row in members] + [[]] * (2 - len(members))
+        cells = [_cells(row, columns) for row in members] + [[]] * (2 - len(members))
         lines += [[label, *cell] for label, cell in zip(labels, cells)] + [[]]
-    headers = ["workload", "contender", *(["GPU ms"] if on_gpu else []), "wall ms", "/ inductor", "error", *(["peak MB"] if on_gpu else []), f"{unit}B/s", f"{unit}FLOP/s", "became"]
-    return tabulate(lines[:-1], headers=headers, disable_numparse=True)
+    return tabulate(lines[:-1], headers=["workload", "contender", *columns, "became"], disable_numparse=True)
 
 
-def _cells(row: dict[str, Any], on_gpu: bool, unit: str) -> list[str]:
+def _columns(rows: Rows) -> dict[str, Column]:
+    """What is shown of a row, by header; columns that no row fills are left out."""
+    unit = _unit(rows)
+    columns: dict[str, Column] = {
+        "GPU ms": lambda row: _number(row["gpu_ms"], ".3f"),
+        "wall ms": lambda row: _number(row["wall_ms"], ".3f"),
+        "/ inductor": lambda row: _number(row["over_inductor"] and row["over_inductor"][1], ".2f"),
+        "error": lambda row: _number(row["error"], ".1e"),
+        "eager's": lambda row: _number(row["eager_error"], ".1e"),
+        "TF32's": lambda row: _number(row["tf32_error"], ".1e"),
+        "peak MB": lambda row: _number(row["peak_mb"], ".1f"),
+        "output MB": lambda row: _number(row["output_mb"], ".1f"),
+        f"{unit}B/s": lambda row: _rate(row["bytes_per_s"], row["bytes_share"], unit),
+        f"{unit}FLOP/s": lambda row: _rate(row["flops_per_s"], row["flops_share"], unit),
+    }
+    return {header: column for header, column in columns.items() if any(column(row) for row in rows)}
+
+
+def _cells(row: dict[str, Any], columns: dict[str, Column]) -> list[str]:
     if row["failed"]:
         # In a word: the file holds the sentence.
-        blanks = [""] * (7 if on_gpu else 5)
-        return [row["contender"], *blanks, f"failed: {row['failed'].partition(':')[0]}"]
-    over = row["over_inductor"]
-    return [
-        row["contender"] + (" (events)" if (row["timed_by"] or "").startswith("events") else ""),
-        *([_number(row["gpu_ms"], ".3f")] if on_gpu else []),
-        _number(row["wall_ms"], ".3f"),
-        _number(over and over[1], ".2f"),
-        _number(row["error"], ".1e"),
-        *([_number(row["peak_mb"], ".1f")] if on_gpu else []),
-        _rate(row["bytes_per_s"], row["bytes_share"], unit),
-        _rate(row["flops_per_s"], row["flops_share"], unit),
-        row["op"] or "",
-    ]
+        return [row["contender"], *[""] * len(columns), f"failed: {row['failed'].partition(':')[0]}"]
+    by_events = " (events)" if (row["timed_by"] or "").startswith("events") else ""
+    return [row["contender"] + by_events, *(column(row) for column in columns.values()), row["op"] or ""]
 
 
 def _by_shape(rows: Rows) -> str:

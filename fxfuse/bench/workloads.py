@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ..headline import HEADLINES
-from .shapes import Shape, shapes
+from .shapes import Shape
+from .sweep import shapes
 
 LAYOUTS = ("contiguous", "channels_last")
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
