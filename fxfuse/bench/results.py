@@ -17,6 +17,8 @@ from .. import __version__
 from . import BenchError
 
 SCHEMA = 1
+# What decides the figures; a result file that is committed beside them does not.
+SOURCES = ("fxfuse", "passes", "csrc")
 # What must be the same for rows of an earlier run to stand beside new ones.
 SAME = ("schema", "suite", "device", "torch", "cuda", "python", "fxfuse", "commit", "rounds")
 
@@ -49,14 +51,16 @@ def device_name(device: torch.device) -> str:
 
 
 def commit(checkout: Path) -> str | None:
-    """The commit that is checked out, with "-dirty" behind it where tracked files differ; None where fxfuse does not run from a checkout."""
+    """The commit that is checked out, with "-dirty" behind it where its sources differ; None where fxfuse does not run from a checkout."""
     if not (checkout / ".git").exists():
         return None
-    git = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    git = ["git", "-C", str(checkout)]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip() or None
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        same = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *SOURCES], capture_output=True).returncode == 0
     except (OSError, subprocess.CalledProcessError):
         return None
+    return head if same else f"{head}-dirty"
 
 
 def write(result: dict[str, Any], path: Path) -> None:
