@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
@@ -100,6 +101,8 @@ def _checked(arguments: argparse.Namespace, suite: str) -> list[str]:
             raise BenchError(f"{option} {path}: there is no folder {path.parent}")
         if path is not None and path.is_dir():
             raise BenchError(f"{option} {path} is a folder")
+        if path is not None and not os.access(path.parent, os.W_OK):
+            raise BenchError(f"{option} {path}: the folder cannot be written to")
     if arguments.chart:
         from . import chart
 

@@ -94,6 +94,9 @@ def _measured(
     counts = count(*built)
     expected = reference(*built, counts, tf32=bool(workload.chain) and workload.kind.precision == "tf32", device=device)
     runs = {name: run(name, built, expected, device) for name in names}
+    for name, done in runs.items():
+        if done.failed is not None:
+            say(f"{name} failed: {done.failed}")
     times = timed({name: done.call for name, done in runs.items() if done.call is not None}, device, rounds)
     blank = dataclasses.replace(blank, inputs=[list(value.shape) for value in built[1] if isinstance(value, torch.Tensor)], **_facts(counts, expected))
     rows = [_with_times(_row(blank, name, done), name, times) for name, done in runs.items()]
