@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import math
 import re
 import runpy
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -187,6 +189,20 @@ def test_an_interrupted_run_keeps_its_rows_and_can_be_resumed(tmp_path: Path, mo
     assert main(["bench", *TINY, "--json", str(file), "--resume", "--rounds", "3"]) == 2
     assert "its rounds is 2, now it is 3" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_an_interrupt_that_python_drops_ends_the_run_after_the_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = rows.measure
+
+    def measured(*args: Any) -> Any:
+        with contextlib.suppress(KeyboardInterrupt):  # as a weak reference's callback does
+            signal.raise_signal(signal.SIGINT)
+        return measure(*args)
+
+    monkeypatch.setattr(rows, "measure", measured)
+    handler = signal.getsignal(signal.SIGINT)
+    assert main(["bench", *TINY, "--json", str(tmp_path / "out.json")]) == 130
+    assert len(load(tmp_path / "out.json")["rows"]) == 1 and signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_time_limit_starts_nothing_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

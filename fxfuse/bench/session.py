@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +75,48 @@ def measured(result: dict[str, Any], items: Mapping[str, Item], device: torch.de
     What was measured until then is in `result`, and in the file.
     """
     try:
-        most = _ceilings(result, device)
-        _save(result, path)
-        for index, (name, item) in enumerate(items.items()):
-            if deadline is not None and time.monotonic() > deadline:
-                _say(f"out of time: {len(items) - index} of {len(items)} workloads are left out")
-                return True
-            result["rows"] += item(most, lambda text: _say(f"[{index + 1}/{len(items)}] {name}: {text}"))
-            result["complete"] = index + 1 == len(items)
-            _save(result, path)
+        with _remembered_interrupts() as interrupts:
+            return _each(result, items, device, path, deadline, interrupts)
     except KeyboardInterrupt:
         _say("interrupted: what was measured until now is kept")
         return False
+
+
+def _each(
+    result: dict[str, Any], items: Mapping[str, Item], device: torch.device, path: Path | None, deadline: float | None, interrupts: list[int]
+) -> bool:
+    most = _ceilings(result, device)
+    _save(result, path)
+    for index, (name, item) in enumerate(items.items()):
+        if interrupts:
+            raise KeyboardInterrupt
+        if deadline is not None and time.monotonic() > deadline:
+            _say(f"out of time: {len(items) - index} of {len(items)} workloads are left out")
+            return True
+        result["rows"] += item(most, lambda text: _say(f"[{index + 1}/{len(items)}] {name}: {text}"))
+        _save(result, path)
     result["complete"] = True
     _save(result, path)
     return True
+
+
+@contextmanager
+def _remembered_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C raises KeyboardInterrupt as ever, and is remembered in the list: Python drops one that comes in a weak reference's callback."""
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _ceilings(result: dict[str, Any], device: torch.device) -> ceilings.Ceilings:
