@@ -8,6 +8,7 @@ namespace {
 
 struct HopperPlan final : Plan {
   ConvShape shape;
+  bool is_turned;
   Product product;
   HopperTiling tiling;
 
@@ -15,16 +16,16 @@ struct HopperPlan final : Plan {
     constexpr int kThreads = 256;
     const int64_t chunks = packed / num_splits(product);
     dispatch_product(product, [&]<Product p>() {
-      launch(on, {ceil_div(chunks, kThreads), kThreads}, pack_hopper<p>, weight, bias, shape, tiling.chunks, tiling.k_steps, chunks, to);
+      launch(on, {ceil_div(chunks, kThreads), kThreads}, pack_hopper<p>, turned_view(weight), bias, shape, tiling.chunks, tiling.k_steps,
+             chunks, to);
     });
   }
 
   void run(const Tensor& on, const ConvData& data, int64_t first_image, int64_t images, int parts, bool is_tanh) const override {
     const int row_tiles = static_cast<int>(blocks);
-    const HopperJob job{.shape = shape, .tiling = tiling, .data = data,
-                        .map = {.samples = tiling.samples, .plane = tiling.plane, .chunks = tiling.chunks, .step = {1, 1, 1},
-                                .width = FastDiv(tiling.box[2]), .height = FastDiv(tiling.box[1])},
-                        .first_image = first_image, .parts = parts, .row_tiles = row_tiles};
+    HopperJob job{.shape = shape, .tiling = tiling, .data = data, .width = FastDiv(tiling.box[1]), .depth = FastDiv(tiling.box[0]),
+                  .first_image = first_image, .parts = parts, .row_tiles = row_tiles};
+    job.data.input = turned_view(data.input);
     const LaunchConfig config{images * parts * row_tiles, kHopperThreads, tiling.shared_bytes};
     dispatch_product(product, [&]<Product p>() {
       constexpr Gelu exact = kExactForm<p>;
@@ -36,22 +37,30 @@ struct HopperPlan final : Plan {
       launch(on, config, is_tanh ? conv_hopper<p, Gelu::Tanh, false> : conv_hopper<p, exact, false>, job);
     });
   }
+
+ private:
+  View turned_view(View view) const {
+    if (is_turned) std::swap(view.pixel[1], view.pixel[2]);
+    return view;
+  }
 };
 
 }  // namespace
 
-std::shared_ptr<const Plan> plan_hopper(const ConvShape& shape, Product product, int device_index) {
-  const auto tiling = make_hopper_tiling(shape, chunk_len(product), num_splits(product),
-                                         device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index),
-                                         device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index));
-  if (!tiling) return nullptr;
+std::shared_ptr<const Plan> plan_hopper(const ConvShape& given, Product product, int device_index) {
   auto plan = std::make_shared<HopperPlan>();
-  plan->shape = shape;
+  plan->is_turned = is_turned(given);
+  plan->shape = plan->is_turned ? turned(given) : given;
   plan->product = product;
+  const auto tiling = make_hopper_tiling(plan->shape, chunk_len(product), num_splits(product),
+                                         device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index),
+                                         device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index),
+                                         device_attribute(cudaDevAttrMultiProcessorCount, device_index));
+  if (!tiling) return nullptr;
   plan->tiling = *tiling;
-  plan->packed = packed_weights(shape, *tiling, num_splits(product));
-  plan->blocks = ceil_div(shape.channels_out, kHopperRows);
-  plan->boxes = tiling->num_tiles();
+  plan->packed = packed_weights(plan->shape, *tiling, num_splits(product));
+  plan->blocks = ceil_div(given.channels_out, kHopperRows);
+  plan->boxes = tiling->strips;
   plan->blocks_per_sm = tiling->blocks_per_sm;
   plan->description = tiling->describe();
   return plan;

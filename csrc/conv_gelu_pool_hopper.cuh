@@ -1,29 +1,17 @@
 // conv_gelu_pool, Hopper path (wgmma): stride 1, all weights of 64 output channels resident in shared memory.
 //
-// One warpgroup a block, several blocks an SM: while one waits for its box or its products, the others' GELUs fill the SM. A product
-// has 64 output channels as rows and 128 samples of the box as columns, read in place through descriptors (see HopperTiling).
+// One warpgroup a block, several blocks an SM: while one waits for its products, the others' GELUs fill the SM. A product has 64 output
+// channels as rows and 128 samples of the ring as columns, read in place through descriptors (see HopperTiling). A block brings the
+// rows of its next step into registers while the products run, and into the ring before it computes GELU: one barrier a step.
 // Where K has an odd number of chunks, the spare one holds the bias, against a row of ones: that saves an addition per output.
 #pragma once
 
 #include "common/hopper.cuh"
 #include "conv_gelu_pool_hopper_pack.cuh"
-#include "conv_gelu_pool_load.cuh"
+#include "conv_gelu_pool_hopper_load.cuh"
 #include "conv_gelu_pool_sum.cuh"
 
 namespace fxfuse::conv_gelu_pool {
-
-// In flight a thread; with 16 the fp32 kernels spill registers.
-template <Product product>
-constexpr int kHopperLoads = kChunkLen<product> == 4 ? 12 : 16;
-
-struct HopperJob {
-  ConvShape shape;
-  HopperTiling tiling;
-  ConvData data;
-  BoxMap map;
-  int64_t first_image;
-  int parts, row_tiles;
-};
 
 #if defined(FXFUSE_HAS_WGMMA)
 
@@ -32,20 +20,20 @@ struct HopperBlock {
   using T = typename Operand<product>::Element;
   using Mma = typename Operand<product>::Mma;
   static constexpr int kSplits = Operand<product>::kSplits, kWords = kRunLen / kWarpSize;
+  static constexpr uint32_t kStepAt = kStepBytes / kChunkBytes;
+  // Upper words of all descriptors, and what is added to the lower ones for A's halves of a K step.
+  static constexpr uint32_t kRowPitch = 8, kHalfPitch = kHopperRows << 16;
 
   const HopperJob& job;
-  uint4 *const weights, *const box, *const ones, *const masks;
+  const HopperMemory memory;
   const int lane;
-  uint64_t a, b;  // descriptors of the first K step, b without its pitch
+  const uint32_t a, b, zeros;  // lower words of descriptors: the first K step's weights, the ring's start, a row of zeros in Tf32x3
   float bias[2], sum[2] = {};
   float d[kRunLen / 2];
 
-  __device__ HopperBlock(const HopperJob& job, uint4* memory, int first_row)
-      : job(job), weights(memory), box(memory + job.tiling.k_steps * kSplits * (kStepBytes / kChunkBytes)),
-        ones(box + job.tiling.plane * job.tiling.chunks * kSplits), masks(ones + kOnesBytes / kChunkBytes),
-        lane(threadIdx.x % kWarpSize),
-        a(matrix_descriptor(shared_address(weights), kHopperRows * kChunkBytes, 8 * kChunkBytes)),
-        b(matrix_descriptor(shared_address(box), 0, 8 * kChunkBytes)) {
+  __device__ HopperBlock(const HopperJob& job, const HopperMemory& memory, int first_row)
+      : job(job), memory(memory), lane(threadIdx.x % kWarpSize), a(shared_address(memory.weights) / kChunkBytes + kHalfPitch),
+        b(shared_address(memory.ring) / kChunkBytes), zeros(shared_address(memory.ones) / kChunkBytes) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = first_row + threadIdx.x / kWarpSize * 16 + i * 8 + lane / 4;
@@ -53,78 +41,87 @@ struct HopperBlock {
     }
   }
 
-  // Weights, the row of ones, and zeros behind the box, which the last run reads and nothing else writes.
+  // Weights and the row of ones.
   __device__ __forceinline__ void prepare(const uint4* packed) {
-    const HopperTiling& t = job.tiling;
-    const int chunks = t.k_steps * kSplits * (kStepBytes / kChunkBytes);
-    for (int i = threadIdx.x; i < chunks; i += kHopperThreads) cp_async_16(shared_address(weights + i), packed + i);
+    const int chunks = job.tiling.k_steps * kSplits * kStepAt;
+    for (int i = threadIdx.x; i < chunks; i += kHopperThreads) cp_async_16(shared_address(memory.weights + i), packed + i);
     cp_async_commit();
     float scale[kChunkLen<product>];
 #pragma unroll
     for (int slot = 0; slot < kChunkLen<product>; ++slot) scale[slot] = bias_scale<product>(slot);
-    ones[threadIdx.x] = pack_chunk<product>(scale);
-    const int tail = t.plane - t.samples;
-    for (int i = threadIdx.x; i < tail * t.chunks * kSplits; i += kHopperThreads) {
-      box[i / tail * t.plane + t.samples + i % tail] = uint4{};
-    }
+    if (job.tiling.ones_bytes(kSplits) > 0) memory.ones[threadIdx.x] = pack_chunk<product>(scale);
     cp_async_wait<0>();
   }
 
-  __device__ __forceinline__ void multiply(int step, int first, bool has_special) {
-    const HopperTiling& t = job.tiling;
-    const uint64_t a_step = a + step * (kStepBytes / kChunkBytes);
-    // The row of ones is the same for all runs, so that its pitch from the run falls.
-    const bool has_ones = t.has_spare_chunk && step == t.k_steps - 1;
-    const uint64_t b_step = b + (static_cast<uint64_t>(t.pitch[step] - (has_ones ? first : 0)) << 16) + (t.at[step] + first);
-    wgmma(d, a_step, b_step, step > 0, Mma{});
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t lower) { return uint64_t{kRowPitch} << 32 | lower; }
+
+  // `from`: the lower word of B's descriptor. A window with inf or nan takes zeros for both low parts (keep = 0): its result is inf or
+  // nan anyway, and inf times a low part that is 0 would make nan of inf. (A branch around the products would make the compiler wait
+  // after each.) low: from a sample's high part to its low one, in the descriptor.
+  __device__ __forceinline__ void multiply(int step, uint32_t from, uint32_t low, uint32_t keep) {
+    const uint32_t a_step = a + step * kStepAt;
+    wgmma(d, descriptor(a_step), descriptor(from), step > 0, Mma{});
     if constexpr (kSplits == 2) {
-      // A box with inf or nan takes zeros for both: its result is inf or nan anyway, and inf times a low part that is 0 would make nan
-      // of inf. (A branch around the products would make the compiler wait after each.)
-      const int low = t.chunks * t.plane, a_low = t.k_steps * (kStepBytes / kChunkBytes);
-      const uint64_t b_low = b_step + low - (has_ones ? static_cast<uint64_t>(low) << 16 : 0);  // the row has no low part
-      const uint64_t zeros = b + (ones - box);
-      wgmma(d, a_step, has_special ? zeros : b_low, 1, Mma{});
-      wgmma(d, a_step + a_low, has_special ? zeros : b_step, 1, Mma{});
+      const uint32_t instead = zeros & ~keep;
+      wgmma(d, descriptor(a_step), descriptor((from + low & keep) | instead), 1, Mma{});
+      wgmma(d, descriptor(a_step + job.tiling.k_steps * kStepAt), descriptor((from & keep) | instead), 1, Mma{});
     }
   }
 
-  // All K steps of a run, three to a group: the compiler follows a group no further than one iteration.
-  __device__ __forceinline__ void start_products(int run, bool has_special) {
-    constexpr int kGroup = 3;
-    const int k_steps = job.tiling.k_steps, first = run * kRunLen;
+  // All K steps of a run, some to a group: the compiler follows a group no further than one iteration. What comes from constant memory
+  // is asked for a group ahead: it takes as long as a product.
+  // where: of this window's phase; first: the run's first sample in the window.
+  __device__ __forceinline__ void start_products(const uint32_t* where, int first, bool has_special) {
+    constexpr int kGroup = kStepGroup;
+    const HopperTiling& t = job.tiling;
+    const uint32_t from = b + first, low = t.chunks * t.plane, keep = has_special ? 0 : ~0u;
+    // The row of ones is the same for all runs, so that its pitch from the run falls; and it has no low part.
+    const bool has_ones = t.has_spare_chunk;
+    const uint32_t last = where[t.k_steps - 1] - (has_ones ? first << 16 : 0), last_low = low - (has_ones ? low << 16 : 0);
+    uint32_t next[kGroup];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) next[i] = where[i];
     int step = 0;
-    for (; step + kGroup <= k_steps; step += kGroup) {
+    for (; step + kGroup < t.k_steps; step += kGroup) {
+      uint32_t now[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) now[i] = next[i], next[i] = where[step + kGroup + i];
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) multiply(step + i, first, has_special);
+      for (int i = 0; i < kGroup; ++i) multiply(step + i, from + now[i], low, keep);
       wgmma_commit();
     }
-    for (; step < k_steps; ++step) {
+#pragma unroll
+    for (int i = 0; i < kGroup - 1; ++i) {
+      if (step + 1 >= t.k_steps) break;
       wgmma_fence();
-      multiply(step, first, has_special);
+      multiply(step++, from + next[i], low, keep);
       wgmma_commit();
     }
+    wgmma_fence();
+    multiply(step, from + last, last_low, keep);
+    wgmma_commit();
   }
 
-  // masks[run]: a bit for each column, set where it is an output pixel of the tile. The four warps make a word each.
-  __device__ __forceinline__ void fill_masks(int runs, const int (&room)[3]) {
-    for (int run = 0; run < runs; ++run) {
-      uint32_t x, y;
-      const uint32_t z = job.map.height.divide(job.map.width.divide(run * kRunLen + threadIdx.x, x), y);
-      const bool is_valid = static_cast<int>(x) < room[2] && static_cast<int>(y) < room[1] && static_cast<int>(z) < room[0];
-      const uint32_t word = __ballot_sync(0xffffffffu, is_valid);
-      if (lane == 0) reinterpret_cast<uint32_t*>(masks + run)[threadIdx.x / kWarpSize] = word;
+  // A bit for each column of each run, set where it is an output pixel, when the step has `rows` rows of depth and width `room`.
+  // The four warps make a word each.
+  __device__ __forceinline__ void fill_masks(int rows, int depth, int width) {
+    const HopperTiling& t = job.tiling;
+    for (int line = 0, i = 0; line < t.lines; ++line) {
+      for (int run = 0; run < t.line_runs; ++run, ++i) {
+        uint32_t x, z;
+        const int y = job.depth.divide(job.width.divide(run * kRunLen + threadIdx.x, x), z);
+        const bool is_valid = static_cast<int>(x) < width && static_cast<int>(z) < depth && y < t.line_rows() && line + y < rows;
+        const uint32_t word = __ballot_sync(0xffffffffu, is_valid);
+        if (lane == 0) reinterpret_cast<uint32_t*>(memory.masks + i)[threadIdx.x / kWarpSize] = word;
+      }
     }
   }
 
-  // Adds GELU of the accumulators to the lane's two sums; columns that are no output pixels become x = 0, whose GELU is 0.
-  __device__ __forceinline__ void add_gelu(int run) {
-    const uint4 mask = masks[run];
+  // Columns that are no output pixels become x = 0, whose GELU is 0.
+  __device__ __forceinline__ void drop_masked(const uint4& mask) {
+    if ((mask.x & mask.y & mask.z & mask.w) == 0xffffffffu) return;
     const uint32_t valid[kWords] = {mask.x, mask.y, mask.z, mask.w};
-    if constexpr (!kBiasInK) {
-#pragma unroll
-      for (int i = 0; i < kRunLen / 2; ++i) d[i] += bias[i / 2 % 2];
-    }
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       if (valid[i] == 0xffffffffu) continue;
@@ -134,8 +131,16 @@ struct HopperBlock {
         if (!(mine >> (j / 4 * 8 + j % 2) & 1)) d[i * (kRunLen / 2 / kWords) + j] = 0.f;
       }
     }
+  }
+
+  // Adds GELU of the accumulators to the lane's two sums.
+  __device__ __forceinline__ void add_gelu(const uint4& mask) {
+    if constexpr (!kBiasInK) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) sum[i] += sum_of_gelu<form, kRunLen / 4>([&](int j) { return d[j / 2 * 4 + i * 2 + j % 2]; });
+      for (int i = 0; i < kRunLen / 2; ++i) d[i] += bias[i / 2 % 2];
+    }
+    drop_masked(mask);
+    add_sums_of_gelu<form, 2, kRunLen / 4>(sum, [&](int row, int i) { return d[i / 2 * 4 + row * 2 + i % 2]; });
   }
 
   __device__ __forceinline__ void store(float* partials, int channels_left) const {
@@ -160,33 +165,48 @@ __global__ void __launch_bounds__(kHopperThreads, 4) conv_hopper(const __grid_co
   const int row_tile = blockIdx.x % job.row_tiles, part = blockIdx.x / job.row_tiles % job.parts;
   const int64_t image = job.first_image + blockIdx.x / job.row_tiles / job.parts;
   const int first_row = row_tile * kHopperRows;
-  const T* const input = static_cast<const T*>(job.data.input.data) + image * job.data.input.outer;
+  const HopperMemory memory(hopper_memory, t, Operand<product>::kSplits);
 
-  HopperBlock<product, form, kBiasInK> block(job, hopper_memory, first_row);
+  HopperBlock<product, form, kBiasInK> block(job, memory, first_row);
+  HopperLoader<product> loader(job, memory, static_cast<const T*>(job.data.input.data) + image * job.data.input.outer);
   block.prepare(job.data.weights + int64_t{row_tile} * t.k_steps * Operand<product>::kSplits * (kStepBytes / kChunkBytes));
-  const int tiles = t.num_tiles(), last = static_cast<int>(int64_t{tiles} * (part + 1) / job.parts);
-  for (int tile = static_cast<int>(int64_t{tiles} * part / job.parts); tile < last; ++tile) {
-    const int index[3] = {tile / t.tiles[2] / t.tiles[1], tile / t.tiles[2] % t.tiles[1], tile % t.tiles[2]};
-    int origin[3], room[3];
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      origin[i] = index[i] * t.tile[i] - shape.padding[i];
-      room[i] = min(t.tile[i], shape.out[i] - index[i] * t.tile[i]);
-    }
+  const int64_t steps = int64_t{t.columns()} * t.tiles[1];
+  const int last = static_cast<int>(steps * (part + 1) / job.parts);
+  int step = static_cast<int>(steps * part / job.parts);
+  while (step < last) {
+    const int column = step / t.tiles[1], depth = column / t.tiles[2] * t.tile[0], width = column % t.tiles[2] * t.tile[1];
+    const int room[2] = {min(t.tile[0], shape.out[0] - depth), min(t.tile[1], shape.out[2] - width)};
+    int y = step % t.tiles[1], slot = 0, masked_rows = 0;
+    const int column_end = min(last, step - y + t.tiles[1]);
+    loader.find_sources(depth - shape.padding[0], width - shape.padding[2]);
     __syncthreads();
-    const bool is_special = stage_box<product, kHopperThreads, kHopperLoads<product>>(block.box, job.map, job.data.input, shape.in, input,
-                                                                                      origin, shape.channels_in);
-    const int runs = (((room[0] - 1) * t.box[1] + room[1] - 1) * t.box[2] + room[2] + kRunLen - 1) / kRunLen;
-    block.fill_masks(runs, room);
-    fence_async_proxy();
-    bool has_special = false;
-    if constexpr (product == Product::Tf32x3) has_special = __syncthreads_or(is_special);
-    else __syncthreads();
+    loader.load_ahead(y);
+    loader.end_step();
+    for (; step < column_end; ++step, ++y) {
+      const int rows = min(t.rows, shape.out[1] - y * t.rows);
+      if (rows != masked_rows) {
+        block.fill_masks(rows, room[0], room[1]);
+        masked_rows = rows;
+        __syncthreads();
+      }
+      const int window = t.phases == 1 ? slot * t.step_samples() : 0;
+      const uint32_t* const where = t.where + (t.phases == 1 ? 0 : slot * t.k_steps);
+      slot = slot + 1 == t.slots ? 0 : slot + 1;
+      loader.begin_step(y + 1, slot, step + 1 < column_end ? 0 : t.step_samples());
+      const uint4* mask = memory.masks;
+      for (int line = 0; line < t.lines; ++line) {
 #pragma unroll 1
-    for (int run = 0; run < runs; ++run) {
-      block.start_products(run, has_special);
-      wgmma_wait<0>();
-      block.add_gelu(run);
+        for (int run = 0; run < t.line_runs; ++run) {
+          loader.load();
+          block.start_products(where, window + line * t.row + run * kRunLen, loader.has_special());
+          const uint4 columns = *mask++;
+          wgmma_wait<0>();
+          loader.store();
+          block.add_gelu(columns);
+        }
+      }
+      loader.finish();
+      loader.end_step();
     }
   }
   float* const partials = job.data.partials + ((image - job.first_image) * job.parts + part) * shape.channels_out + first_row;

@@ -64,10 +64,9 @@ __global__ void pack_hopper(View weight, Param bias, ConvShape shape, int chunks
   const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (thread >= rows_x_halves) return;
   const int64_t row_tile = thread / (2 * k_steps * kHopperRows);
-  const int within = thread % (2 * k_steps * kHopperRows), pair = within / kHopperRows;
+  const int within = thread % (2 * k_steps * kHopperRows);
   const int64_t row = row_tile * kHopperRows + within % kHopperRows;
-  const int taps = shape.kernel[0] * shape.kernel[1] * shape.kernel[2], chunk = pair / taps, tap = pair % taps;
-  const int d = tap / shape.kernel[2] / shape.kernel[1], h = tap / shape.kernel[2] % shape.kernel[1], w = tap % shape.kernel[2];
+  const auto [chunk, h, d, w] = Half(shape, chunks, within / kHopperRows);
   const T* from = static_cast<const T*>(weight.data) + row * weight.outer + chunk * kLen * weight.channel + d * weight.pixel[0] +
                   h * weight.pixel[1] + w * weight.pixel[2];
   float value[kLen] = {};

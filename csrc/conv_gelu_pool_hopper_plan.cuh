@@ -1,4 +1,4 @@
-// conv_gelu_pool, Hopper path: which shapes and which tiles. Pure functions of shape, operand type and shared memory.
+// conv_gelu_pool, Hopper path: which shapes and which tiles. Pure functions of shape, operand type and device.
 #pragma once
 
 #include <algorithm>
@@ -12,93 +12,158 @@
 namespace fxfuse::conv_gelu_pool {
 
 constexpr int kHopperThreads = 128, kHopperRows = 64, kRunLen = 128;  // wgmma's m64 n128
-constexpr int kMostSteps = 48;
+constexpr int kMostSteps = 48, kStepGroup = 4, kMostPlaces = 128;
 constexpr int kStepBytes = 2 * kHopperRows * kChunkBytes;  // of weights, a K step
 constexpr int kOnesBytes = kRunLen * kChunkBytes;
 constexpr int kMaskBytes = kRunLen / 8;  // a bit a column
+constexpr int kBatchSamples = 2 * kHopperThreads;
 
-// Samples of a box are numbered along its rows, halo included: output pixel (z, y, x) of a tile is sample (z * box[1] + y) * box[2]
-// + x, and a tap adds a constant to that. So a product's columns are any kRunLen samples in a row; those that fall on the halo are masked.
+// Where a sample of a step comes from: its address when the step starts at input row 0, and its row; a row far away if it is always in
+// the padding.
+struct alignas(16) Source {
+  const char* address;
+  int row;
+};
+
+// A block walks down a strip of the image, `rows` output rows a step, and keeps the input rows in a ring in shared memory: a step's
+// products need `halo` rows of the steps before and as many rows as it has itself, which came in during the step before.
+//
+// Samples are numbered along the rows of the box, halo included: output pixel (y, z, x) is sample (y * box[0] + z) * box[1] + x, and
+// a tap adds a constant to that. So a product's columns are any kRunLen samples in a row; those that fall on the halo are masked. Runs
+// start anew at each of `lines` lines: at each row where that wastes less than the masks.
+//
+// The ring has `slots` slots of `rows` rows. Behind `halo` rows more, the last `halo` of all are written a second time in front of the
+// first slot: so every step finds its rows without a break, whatever its slot. Where steps of one row have both halves of all K steps in
+// one row of the kernel, a break between rows does no harm and `where` has an own part for each slot: that saves the halo's memory.
 struct HopperTiling {
-  int tile[3], tiles[3], box[3];
-  int samples, plane;  // of the box; of a chunk with the samples that the last run reads behind it
-  int chunks, k_steps, runs;
-  bool has_spare_chunk;  // K is odd in chunks: the last step pairs the last one with a row of ones
-  int at[kMostSteps], pitch[kMostSteps];  // of each K step, in samples: its first half, and from that to its second half
+  int rows, tile[2], box[2];   // of a step: output rows; depth and width, in outputs and in samples
+  int tiles[3];                // along depth, the steps of a strip, along width
+  int row, halo, slots, plane; // samples of a row; rows; slots; samples of the ring
+  int phases;                  // parts of `where`: 1, or slots
+  int lines, line_runs;
+  int chunks, k_steps;
+  bool has_spare_chunk;        // K is odd in chunks: the last step pairs the last one with a row of ones
+  // Of each phase and K step, in samples: its first half, and from that to its second half << 16.
+  uint32_t where[kMostPlaces + kStepGroup];
   size_t shared_bytes;
-  int blocks_per_sm;
+  int blocks_per_sm, strips;   // strips: blocks that share an image
 
-  __host__ __device__ int num_tiles() const { return tiles[0] * tiles[1] * tiles[2]; }
+  __host__ __device__ int step_samples() const { return rows * row; }
+  __host__ __device__ int line_rows() const { return rows / lines; }
+  // A row of ones, in Tf32x3 of zeros.
+  __host__ __device__ int ones_bytes(int splits) const { return has_spare_chunk || splits == 2 ? kOnesBytes : 0; }
+  __host__ __device__ int columns() const { return tiles[0] * tiles[2]; }
+  __host__ __device__ int lead() const { return (halo + rows - 1) / rows; }  // steps that a strip loads ahead of its first
 
   std::string describe() const {
-    const auto triple = [](const int(&x)[3]) { return std::to_string(x[0]) + "x" + std::to_string(x[1]) + "x" + std::to_string(x[2]); };
     std::ostringstream text;
-    text << "hopper(tile=" << triple(tile) << ", box=" << triple(box) << ", runs=" << runs << ", chunks=" << chunks << ", k_steps=" << k_steps
-         << ", spare_chunk=" << has_spare_chunk << ", shared=" << shared_bytes << ", blocks_per_sm=" << blocks_per_sm << ")";
+    text << "hopper(step=" << tile[0] << "x" << rows << "x" << tile[1] << ", box=" << box[0] << "x" << rows << "+" << halo << "x" << box[1]
+         << ", slots=" << slots << ", phases=" << phases << ", runs=" << lines << "x" << line_runs << ", strips=" << strips << ", chunks=" << chunks
+         << ", k_steps=" << k_steps << ", spare_chunk=" << has_spare_chunk << ", shared=" << shared_bytes
+         << ", blocks_per_sm=" << blocks_per_sm << ")";
     return text.str();
   }
 };
 
-// Where each K step's halves are: pairs of (chunk, tap) in ascending order of address, since a descriptor's pitch is not negative.
+// A 1-d convolution walks along its width: its pixels become a column.
+inline bool is_turned(const ConvShape& shape) { return shape.in[1] == 1 && shape.kernel[1] == 1 && shape.padding[1] == 0; }
+inline ConvShape turned(ConvShape shape) {
+  for (int* of : {shape.in, shape.out, shape.kernel, shape.stride, shape.padding, shape.dilation}) std::swap(of[1], of[2]);
+  return shape;
+}
+
+// The halves of K, two to a step: taps by rows, depth, width, with all chunks of a tap together where that keeps steps within a tap, else
+// chunk by chunk. The second half of a step is at the higher address: a descriptor's pitch is not negative.
+struct Half {
+  int chunk, h, d, w;  // chunk == chunks: the spare one
+
+  __host__ __device__ Half(const ConvShape& shape, int chunks, int half) {
+    const int taps = shape.kernel[0] * shape.kernel[1] * shape.kernel[2];
+    const int tap = chunks % 2 == 0 ? half / chunks : half % taps;
+    chunk = half == chunks * taps ? chunks : chunks % 2 == 0 ? half % chunks : half / taps;
+    w = tap % shape.kernel[2], d = tap / shape.kernel[2] % shape.kernel[0], h = tap / shape.kernel[2] / shape.kernel[0];
+  }
+};
+
 inline void place_steps(HopperTiling& t, const ConvShape& shape, int splits) {
-  const int taps = static_cast<int>(shape.taps());
-  const auto sample_of = [&](int pair) {
-    const int chunk = pair / taps, tap = pair % taps;
-    if (chunk == t.chunks) return t.chunks * splits * t.plane;  // the row of ones
-    const int w = tap % shape.kernel[2] * shape.dilation[2], h = tap / shape.kernel[2] % shape.kernel[1] * shape.dilation[1];
-    const int d = tap / shape.kernel[2] / shape.kernel[1] * shape.dilation[0];
-    return chunk * t.plane + (d * t.box[1] + h) * t.box[2] + w;
+  const auto sample_of = [&](int half, int phase) {
+    const Half place(shape, t.chunks, half);
+    if (place.chunk == t.chunks) return t.chunks * splits * t.plane;  // the row of ones
+    const int row = t.phases > 1 ? (phase + place.h * shape.dilation[1]) % t.slots : place.h * shape.dilation[1];
+    return place.chunk * t.plane + row * t.row + place.d * shape.dilation[0] * t.box[1] + place.w * shape.dilation[2];
   };
-  for (int step = 0; step < t.k_steps; ++step) {
-    t.at[step] = sample_of(2 * step);
-    t.pitch[step] = sample_of(2 * step + 1) - t.at[step];
+  for (int phase = 0; phase < t.phases; ++phase) {
+    for (int step = 0; step < t.k_steps; ++step) {
+      const int at = sample_of(2 * step, phase);
+      t.where[phase * t.k_steps + step] = at | (sample_of(2 * step + 1, phase) - at) << 16;
+    }
   }
 }
 
-inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::array<int, 3> tile, int chunks, int splits, size_t sm_bytes,
-                                                size_t block_bytes) {
-  HopperTiling t{.chunks = chunks};
-  int64_t span = 0, last_tap = 0, samples = 1;
-  for (int i = 0; i < 3; ++i) {
-    t.tile[i] = tile[i];
-    t.tiles[i] = ceil_div(shape.out[i], tile[i]);
-    t.box[i] = tile[i] + (shape.kernel[i] - 1) * shape.dilation[i];
-    span = span * t.box[i] + tile[i] - 1;
-    last_tap = last_tap * t.box[i] + (shape.kernel[i] - 1) * shape.dilation[i];
-    samples *= t.box[i];
+inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::array<int, 3> tile, bool has_lines, int chunks, int splits,
+                                                size_t sm_bytes, size_t block_bytes) {
+  HopperTiling t{.rows = tile[1], .tile = {tile[0], tile[2]}, .chunks = chunks};
+  for (int i = 0; i < 3; ++i) t.tiles[i] = ceil_div(shape.out[i], tile[i]);
+  const auto reach = [&](int i) { return int64_t{shape.kernel[i] - 1} * shape.dilation[i]; };
+  const int64_t depth = tile[0] + reach(0), width = tile[2] + reach(2), row = depth * width;
+  const int64_t halves = chunks * shape.taps();
+  t.slots = 2 + ceil_div(reach(1), t.rows);
+  t.k_steps = ceil_div(halves, 2);
+  t.has_spare_chunk = halves % 2 == 1;
+  const bool has_phases = t.rows == 1 && chunks * shape.kernel[0] * shape.kernel[2] % 2 == 0 && t.slots * int64_t{t.k_steps} <= kMostPlaces;
+  t.phases = has_phases ? t.slots : 1;
+  const int64_t plane = (t.slots * int64_t{t.rows} + (has_phases ? 0 : reach(1))) * row;
+  if (plane * chunks * splits * kChunkBytes > static_cast<int64_t>(block_bytes) || int64_t{t.tiles[0]} * t.tiles[1] * t.tiles[2] > INT32_MAX) {
+    return std::nullopt;
   }
-  const int64_t pairs = chunks * shape.taps();
-  t.runs = ceil_div(span + 1, kRunLen);
-  const int64_t plane = std::max(samples, int64_t{t.runs} * kRunLen + last_tap);
-  t.k_steps = ceil_div(pairs, 2);
-  t.has_spare_chunk = pairs % 2 == 1;
-  t.shared_bytes = (plane * chunks * splits) * kChunkBytes + int64_t{t.k_steps} * splits * kStepBytes + kOnesBytes +
-                   t.runs * kMaskBytes;
-  if (t.shared_bytes > block_bytes || int64_t{t.tiles[0]} * t.tiles[1] * t.tiles[2] > INT32_MAX) return std::nullopt;
-  t.samples = static_cast<int>(samples);
-  t.plane = static_cast<int>(plane);
+  t.box[0] = static_cast<int>(depth), t.box[1] = static_cast<int>(width), t.row = static_cast<int>(row);
+  t.halo = static_cast<int>(reach(1)), t.plane = static_cast<int>(plane);
+  t.lines = has_lines ? t.rows : 1;
+  t.line_runs = ceil_div((int64_t{t.line_rows() - 1} * depth + tile[0] - 1) * width + tile[2], kRunLen);
+  // What a run reads behind its samples is masked; the last one's lies in the ones and the weights.
+  t.shared_bytes = plane * chunks * splits * kChunkBytes + t.ones_bytes(splits) + int64_t{t.k_steps} * splits * kStepBytes +
+                   int64_t{t.lines} * t.line_runs * kMaskBytes + t.step_samples() * sizeof(Source);
+  if (t.shared_bytes > block_bytes) return std::nullopt;
   t.blocks_per_sm = std::min<int>(4, static_cast<int>(sm_bytes / (t.shared_bytes + 1024)));
   place_steps(t, shape, splits);
   return t;
 }
 
-// Instructions of a thread, as in the portable policy, times what is lost where few blocks share an SM and none computes while all load.
-inline double hopper_cost(const HopperTiling& t, int splits) {
-  constexpr double kPerChunk = 48, kPerGelu = 13, kPerMask = 1.5, kPerStep = 0.5, kPerBox = 500.0 * kHopperThreads;
+// Issue slots of a warp for a whole image and row tile with `strips` blocks, as its SM sees them when `blocks` blocks come to each SM: the
+// tensor cores' cycles add to the instructions', they hardly overlap; where few blocks share an SM, nothing fills the waits.
+inline double hopper_cost(const HopperTiling& t, int chunk_len, int splits, int strips, int64_t blocks) {
+  constexpr double kPerGelu = 10, kPerProduct = 60, kPerRun = 40, kPerStep = 80, kPerStrip = 1000, kPerMask = 1.5;
   constexpr double kLoss[] = {0, 1.9, 1.35, 1.1, 1.0};
-  // Masks are applied to groups of 32 columns, where the group touches the halo.
-  const int halo = t.box[2] - t.tile[2];
-  const double masked = halo == 0 ? 0 : std::min(1.0, (kWarpSize + halo) / static_cast<double>(t.box[2]));
-  const double per_output = kPerGelu + kPerMask * masked + kPerStep * t.k_steps * (splits == 2 ? 3 : 1);
-  const double box = static_cast<double>(t.samples) * t.chunks * splits * kPerChunk + kPerBox +
-                     static_cast<double>(t.runs) * kRunLen * kHopperRows * per_output;
-  return t.num_tiles() * box * kLoss[t.blocks_per_sm];
+  const int halo = t.box[1] - t.tile[1];
+  const bool has_halo = t.line_rows() > 1 || t.tile[0] > 1;
+  const double masked = has_halo && halo > 0 ? std::min(1.0, (8.0 + halo) / t.box[1]) : t.line_runs * kRunLen > t.tile[1] ? 16.0 / kRunLen : 0;
+  const double run = kRunLen / 2 * (kPerGelu + 2 * (splits - 1) + (t.has_spare_chunk ? 0 : 1) + kPerMask * masked) + kPerRun +
+                     kPerProduct * t.k_steps * (splits == 2 ? 3 : 1);
+  const double per_sample = t.chunks * (chunk_len == 4 ? 22 + 10 * (splits - 1) : 34) / static_cast<double>(kHopperThreads);
+  // A warp's samples come in pairs; a batch costs the warps that have none of it something, too.
+  const int batches = ceil_div(t.step_samples(), kBatchSamples) * ceil_div(t.chunks * chunk_len, 8);
+  const double load = ceil_div(t.step_samples(), 32) * 32 * per_sample + 40 * batches;
+  const double step = t.lines * t.line_runs * run + load + kPerStep;
+  const double steps = ceil_div(int64_t{t.columns()} * t.tiles[1], strips);
+  const double starts = std::max(1.0, steps / t.tiles[1]);  // loads ahead, which nothing overlaps
+  const double block = steps * step + starts * (2 * per_sample * (t.halo + t.rows) * t.row + kPerStrip);
+  const int64_t at_a_time = std::min<int64_t>(t.blocks_per_sm, blocks), rest = blocks % at_a_time;
+  return block * ((blocks - rest) * kLoss[at_a_time] + rest * kLoss[rest]);
 }
 
-// Strides of 1, more than 32 output channels, and all weights of 64 output channels in shared memory with a box of input; nullopt else.
+// The same for the portable path, roughly.
+inline double portable_cost(const ConvShape& shape, const HopperTiling& t, int splits, int64_t images, int num_sms) {
+  constexpr double kPerGelu = 12, kPerStep = 0.9, kLoss = 2.2;
+  const double per_output = kPerGelu + kPerStep * t.k_steps * (splits == 2 ? 3 : 1);
+  return kLoss * static_cast<double>(images * shape.out_pixels()) / num_sms * kHopperRows / kHopperThreads * per_output;
+}
+
+// Strides of 1, more than 32 output channels, and all weights of 64 output channels in shared memory with a ring of input whose steps
+// fill their runs well enough; nullopt else.
 // sm_bytes, block_bytes: shared memory of an SM, and the most that one block can have.
-inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, int chunk_len, int splits, size_t sm_bytes,
-                                                      size_t block_bytes) {
+inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, int chunk_len, int splits, size_t sm_bytes, size_t block_bytes,
+                                                      int num_sms) {
+  constexpr int kMostRounds = 8;  // blocks that come to an SM, in turns of blocks_per_sm
   const int chunks = ceil_div(shape.channels_in, chunk_len);
   for (const int stride : shape.stride) {
     if (stride != 1) return std::nullopt;
@@ -107,17 +172,35 @@ inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, in
   std::vector<int> widths = tile_sizes(shape.out[2], 1024);
   const int halo = (shape.kernel[2] - 1) * shape.dilation[2];
   for (int width = kRunLen; width <= 1024; width += kRunLen) {
-    if (width > halo && width - halo < shape.out[2]) widths.push_back(width - halo);
+    for (const int w : {width, width - halo}) {
+      if (w > 0 && w < shape.out[2]) widths.push_back(w);
+    }
   }
+  const int64_t images = shape.batch * ceil_div(shape.channels_out, kHopperRows);
   std::optional<HopperTiling> best;
+  double best_cost = 0;
+  const auto consider = [&](std::optional<HopperTiling> t) {
+    if (!t || t->blocks_per_sm < 2) return;
+    const int64_t steps = int64_t{t->columns()} * t->tiles[1];
+    for (int64_t blocks = 1; blocks <= kMostRounds * t->blocks_per_sm; ++blocks) {
+      const int64_t strips = std::clamp<int64_t>(blocks * num_sms / images, 1, steps);
+      const double cost = hopper_cost(*t, chunk_len, splits, strips, ceil_div(images * strips, num_sms));
+      if (best && cost >= best_cost) continue;
+      best = t, best_cost = cost, best->strips = static_cast<int>(strips);
+    }
+  };
   for (const int w : widths) {
-    for (int h = 1; h <= std::min(shape.out[1], 64); ++h) {
+    for (const int h : tile_sizes(shape.out[1], 1024)) {
       for (const int d : tile_sizes(shape.out[0], 16)) {
-        const auto t = hopper_tiled(shape, {d, h, w}, chunks, splits, sm_bytes, block_bytes);
-        if (t && t->blocks_per_sm >= 2 && (!best || hopper_cost(*t, splits) < hopper_cost(*best, splits))) best = t;
+        if (int64_t{w} * h * d > 4096) continue;
+        consider(hopper_tiled(shape, {d, h, w}, false, chunks, splits, sm_bytes, block_bytes));
+        if (d == 1 && h > 1) consider(hopper_tiled(shape, {d, h, w}, true, chunks, splits, sm_bytes, block_bytes));
       }
     }
   }
+  // With little work any kernel is fast: only full cards are compared.
+  const bool is_small = best && images * best->strips < num_sms;
+  if (best && !is_small && best_cost > portable_cost(shape, *best, splits, images, num_sms)) return std::nullopt;
   return best;
 }
 

@@ -32,6 +32,15 @@ struct RawChunk {
       bits[i] = is_inside && i < len ? __ldg(reinterpret_cast<const Bits*>(from + i * stride)) : Bits{0};
     }
   }
+  // All channels, the first `len` of which exist: the others are read from the last of these.
+  __device__ __forceinline__ void load_any(const T* from, uint32_t stride, int len) {
+#pragma unroll
+    for (int i = 0; i < kLen; ++i) bits[i] = __ldg(reinterpret_cast<const Bits*>(from + min(i, len - 1) * stride));
+  }
+  __device__ __forceinline__ void keep(int len) {
+#pragma unroll
+    for (int i = 0; i < kLen; ++i) bits[i] = i < len ? bits[i] : Bits{0};
+  }
   __device__ __forceinline__ void load_wide(const T* from, bool is_inside) {
     unpack(is_inside ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{});
   }
@@ -50,26 +59,38 @@ struct RawChunk {
   }
 };
 
-// Rounds and stores a chunk, its low parts `low_offset` chunks behind. True when Tf32x3 met inf or nan.
+// A chunk as the tensor cores take it, in Tf32x3 in two parts.
 template <Product product>
-__device__ __forceinline__ bool store_chunk(uint4* to, int low_offset, RawChunk<typename Operand<product>::Element> raw) {
-  bool is_special = false;
-  if constexpr (product == Product::Tf32) {
+struct RoundedChunk {
+  uint4 high, low;          // low is used in Tf32x3 only
+  bool is_special = false;  // Tf32x3 met inf or nan
+
+  __device__ __forceinline__ explicit RoundedChunk(RawChunk<typename Operand<product>::Element> raw) {
+    if constexpr (product == Product::Tf32) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) raw.bits[i] = round_tf32(__uint_as_float(raw.bits[i]));
-  } else if constexpr (product == Product::Tf32x3) {
-    RawChunk<float> low;
+      for (int i = 0; i < 4; ++i) {
+        // As round_tf32, but for the lower 13 bits, which the tensor cores ignore: 2 instructions of 4. inf and nan stay.
+        if (fabsf(__uint_as_float(raw.bits[i])) < __int_as_float(0x7f800000)) raw.bits[i] += 0x1000;
+      }
+    } else if constexpr (product == Product::Tf32x3) {
+      RawChunk<float> rest;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = __uint_as_float(raw.bits[i]);
-      is_special |= !(fabsf(x) < __int_as_float(0x7f800000));
-      split_tf32(x, raw.bits[i], low.bits[i]);
+      for (int i = 0; i < 4; ++i) {
+        const float x = __uint_as_float(raw.bits[i]);
+        is_special |= !(fabsf(x) < __int_as_float(0x7f800000));
+        split_tf32(x, raw.bits[i], rest.bits[i]);
+      }
+      low = rest.pack();
     }
-    to[low_offset] = low.pack();
+    high = raw.pack();
   }
-  *to = raw.pack();
-  return is_special;
-}
+
+  // The low part goes `low_offset` chunks behind.
+  __device__ __forceinline__ void store(uint4* to, int low_offset) const {
+    *to = high;
+    if constexpr (product == Product::Tf32x3) to[low_offset] = low;
+  }
+};
 
 // The whole block calls it, between barriers. `image` is the first channel of the stage, `origin` the input pixel of sample 0 (it may
 // lie in the padding), channels_left those from `image` on, kLoads the loads that a thread has in flight. True when this thread met
@@ -117,7 +138,9 @@ __device__ __forceinline__ bool stage_box(uint4* box, const BoxMap& map, const V
       for (int b = 0; b < kBatch; ++b) {
         const int sample = first + b * kThreads;
         if (sample < map.samples) {
-          is_special |= store_chunk<product>(box + chunk * map.plane + sample, map.chunks * map.plane, raw[b]);
+          const RoundedChunk<product> rounded(raw[b]);
+          rounded.store(box + chunk * map.plane + sample, map.chunks * map.plane);
+          is_special |= rounded.is_special;
         }
       }
     }

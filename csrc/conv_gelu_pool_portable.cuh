@@ -201,7 +201,9 @@ struct PortableBlock {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      sum[i] += sum_of_gelu<form, 2 * kColumns>([&](int j) { return d[i / 2][j / 2][i % 2 * 2 + j % 2]; });
+      float row_sum[1] = {sum[i]};
+      add_sums_of_gelu<form, 1, 2 * kColumns>(row_sum, [&](int, int j) { return d[i / 2][j / 2][i % 2 * 2 + j % 2]; });
+      sum[i] = row_sum[0];
     }
   }
 

@@ -39,7 +39,7 @@ constexpr int kChunkLen = kChunkBytes / static_cast<int>(sizeof(typename Operand
 
 // GELU's own error must vanish beside the operands' rounding: 5e-4 in TF32 and 16 bits, 1e-7 in Tf32x3.
 template <Product product>
-constexpr Gelu kExactForm = product == Product::Tf32x3 ? Gelu::Accurate : Gelu::Fast;
+constexpr Gelu kExactForm = product == Product::Tf32x3 ? Gelu::MeanFine : Gelu::Mean;
 
 struct ConvShape {
   int64_t batch;

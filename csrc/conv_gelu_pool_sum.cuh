@@ -6,23 +6,51 @@
 
 namespace fxfuse::conv_gelu_pool {
 
-// The sum of gelu(x(i)) for i < kCount. gelu_unguarded makes nan of +inf, where eager's result is nan only if some x is nan or -inf. So a
-// sum that came out nan looks at its x again: without such a one it is inf. (It cannot be inf - inf: no GELU is -inf.)
-template <Gelu form, int kCount, typename F>
-__device__ __forceinline__ float sum_of_gelu(F&& x) {
-  const float kInf = __int_as_float(0x7f800000);
-  float sum = 0.f;
+// total[row] += the sum of gelu(x(row, i)) for i < kCount: of relu(x) less |x| Phi(-|x|), in the cheap forms that are made for sums.
+// relu(x) comes as (x + |x|) / 2, exact as well: a maximum runs at half the rate of an addition. Two
+// kinds of sums are done again in the accurate form. Those of values that are all far below 0 (first and middle one stand for all,
+// where no relu is left): their GELUs are so small that the cheap form's error would show. And those that came out nan, as they do for
+// x = +inf (inf * 0), where eager's result is nan only if some x is nan or -inf.
+template <Gelu form, int kRows, int kCount, typename F>
+__device__ __forceinline__ void add_sums_of_gelu(float (&total)[kRows], F&& x) {
+  if constexpr (form == Gelu::Tanh) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sum += gelu_unguarded<form>(x(i));
-  if constexpr (form != Gelu::Erf && form != Gelu::Tanh) {
-    if (sum != sum) {
-      bool all_defined = true;
+    for (int i = 0; i < kCount * kRows; ++i) total[i % kRows] += gelu_unguarded<form>(x(i % kRows, i / kRows));
+  } else {
+    constexpr float kFarBelow = -1.5f, kSmall = 0.1f;
+    float twice_relu[kRows] = {}, tail[kRows] = {};
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) all_defined &= x(i) > -kInf;
-      if (all_defined) sum = kInf;
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        const float a = fabsf(x(row, i));
+        twice_relu[row] += x(row, i) + a;
+        tail[row] = fmaf(a, form == Gelu::MeanFine ? gelu_tail_fine(a) : gelu_tail(a), tail[row]);
+      }
     }
+    bool is_doubtful = false;
+    float sum[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      sum[row] = fmaf(0.5f, twice_relu[row], -tail[row]);
+      const bool is_small = (twice_relu[row] == 0.f) & (tail[row] < kSmall * kCount) & (fminf(x(row, 0), x(row, kCount / 2)) < kFarBelow);
+      is_doubtful |= is_small | (sum[row] != sum[row]);
+    }
+    if (is_doubtful) [[unlikely]] {
+      // In local memory, so that a short loop does it: unrolled over registers it is longer than the kernel, which it makes spill.
+      float kept[kCount];
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) kept[i] = x(row, i);
+        sum[row] = 0.f;
+#pragma unroll 1
+        for (int i = 0; i < kCount; ++i) sum[row] += gelu<Gelu::Accurate>(kept[i]);
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) total[row] += sum[row];
   }
-  return sum;
 }
 
 // Sums over the 4 quad lanes that hold a row, then over the block's warps along the pixels, into partials[row]. `rows` of shared memory
