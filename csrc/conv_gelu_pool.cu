@@ -2,14 +2,14 @@
 //
 // Why one kernel: the convolution's output is what every other way writes and reads back, 2.11 GB in fp32 at [128, 8, 256, 256] -> 64
 // channels, where the input is 268 MB and the result 32 KB. Here it lives in accumulators. What bounds the time then is the 528 million
-// GELUs (12 instructions each) and, behind them, the tensor cores.
+// GELUs (9 instructions each) and, behind them, the tensor cores.
 //
 //   conv_gelu_pool.h             arguments and geometry, for every device
 //   conv_gelu_pool_problem.cuh   shapes, operand types
 //   conv_gelu_pool_load.cuh      input boxes in shared memory
 //   conv_gelu_pool_sum.cuh       block sums, and the mean of the parts
 //   portable path, mma.sync:     _plan.cuh tiles, _portable_pack.cuh weights, _portable.cuh kernel, _portable.cu launch
-//   Hopper path, wgmma:          _hopper_plan.cuh, _hopper_pack.cuh, _hopper.cuh, _hopper.cu
+//   Hopper path, wgmma:          _hopper_plan.cuh tiles, _hopper_pack.cuh weights, _hopper_load.cuh ring, _hopper.cuh kernel, _hopper.cu launch
 //   this file                    choice of the path, workspace, op, registration
 
 #include "conv_gelu_pool.h"

@@ -28,13 +28,14 @@ struct HopperPlan final : Plan {
     job.data.input = turned_view(data.input);
     const LaunchConfig config{images * parts * row_tiles, kHopperThreads, tiling.shared_bytes};
     dispatch_product(product, [&]<Product p>() {
-      constexpr Gelu exact = kExactForm<p>;
-      if constexpr (p != Product::Tf32x3) {
-        if (tiling.has_spare_chunk) {
-          return launch(on, config, is_tanh ? conv_hopper<p, Gelu::Tanh, true> : conv_hopper<p, exact, true>, job);
-        }
-      }
-      launch(on, config, is_tanh ? conv_hopper<p, Gelu::Tanh, false> : conv_hopper<p, exact, false>, job);
+      const auto run_kernel = [&]<bool kBiasInK, int kSteps>() {
+        launch(on, config, is_tanh ? conv_hopper<p, Gelu::Tanh, kBiasInK, kSteps> : conv_hopper<p, kExactForm<p>, kBiasInK, kSteps>, job);
+      };
+      if constexpr (p == Product::Tf32x3) return run_kernel.template operator()<false, 0>();
+      else if (tiling.has_spare_chunk && tiling.k_steps == 5) run_kernel.template operator()<true, 5>();  // a chunk of channels, 3x3 taps
+      else if (tiling.has_spare_chunk) run_kernel.template operator()<true, 0>();
+      else if (tiling.k_steps == 9) run_kernel.template operator()<false, 9>();  // two
+      else run_kernel.template operator()<false, 0>();
     });
   }
 

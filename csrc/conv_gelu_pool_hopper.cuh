@@ -4,6 +4,8 @@
 // channels as rows and 128 samples of the ring as columns, read in place through descriptors (see HopperTiling). A block brings the
 // rows of its next step into registers while the products run, and into the ring before it computes GELU: one barrier a step.
 // Where K has an odd number of chunks, the spare one holds the bias, against a row of ones: that saves an addition per output.
+//
+// Tensor cores and fp32 instructions hardly overlap on an SM, whatever runs beside what: what counts is how few instructions there are.
 #pragma once
 
 #include "common/hopper.cuh"
@@ -15,7 +17,7 @@ namespace fxfuse::conv_gelu_pool {
 
 #if defined(FXFUSE_HAS_WGMMA)
 
-template <Product product, Gelu form, bool kBiasInK>
+template <Product product, Gelu form, bool kBiasInK, int kSteps>
 struct HopperBlock {
   using T = typename Operand<product>::Element;
   using Mma = typename Operand<product>::Mma;
@@ -69,20 +71,21 @@ struct HopperBlock {
   }
 
   // All K steps of a run, some to a group: the compiler follows a group no further than one iteration. What comes from constant memory
-  // is asked for a group ahead: it takes as long as a product.
+  // is asked for a group ahead: it takes as long as a product. A known number of steps saves a few instructions for each.
   // where: of this window's phase; first: the run's first sample in the window.
   __device__ __forceinline__ void start_products(const uint32_t* where, int first, bool has_special) {
-    constexpr int kGroup = kStepGroup;
+    constexpr int kGroup = kSteps > 0 ? kSteps - 1 : kStepGroup;
     const HopperTiling& t = job.tiling;
     const uint32_t from = b + first, low = t.chunks * t.plane, keep = has_special ? 0 : ~0u;
     // The row of ones is the same for all runs, so that its pitch from the run falls; and it has no low part.
-    const bool has_ones = t.has_spare_chunk;
-    const uint32_t last = where[t.k_steps - 1] - (has_ones ? first << 16 : 0), last_low = low - (has_ones ? low << 16 : 0);
+    const bool has_ones = kSteps > 0 ? kBiasInK : t.has_spare_chunk;
+    const int k_steps = kSteps > 0 ? kSteps : t.k_steps;
+    const uint32_t last = where[k_steps - 1] - (has_ones ? first << 16 : 0), last_low = low - (has_ones ? low << 16 : 0);
     uint32_t next[kGroup];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) next[i] = where[i];
     int step = 0;
-    for (; step + kGroup < t.k_steps; step += kGroup) {
+    for (; step + kGroup < k_steps; step += kGroup) {
       uint32_t now[kGroup];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) now[i] = next[i], next[i] = where[step + kGroup + i];
@@ -93,7 +96,7 @@ struct HopperBlock {
     }
 #pragma unroll
     for (int i = 0; i < kGroup - 1; ++i) {
-      if (step + 1 >= t.k_steps) break;
+      if (step + 1 >= k_steps) break;
       wgmma_fence();
       multiply(step++, from + next[i], low, keep);
       wgmma_commit();
@@ -155,7 +158,8 @@ struct HopperBlock {
 
 #endif
 
-template <Product product, Gelu form, bool kBiasInK>
+// kSteps: the number of K steps where it is a common one, else 0.
+template <Product product, Gelu form, bool kBiasInK, int kSteps>
 __global__ void __launch_bounds__(kHopperThreads, 4) conv_hopper(const __grid_constant__ HopperJob job) {
 #if defined(FXFUSE_HAS_WGMMA)
   using T = typename Operand<product>::Element;
@@ -167,7 +171,7 @@ __global__ void __launch_bounds__(kHopperThreads, 4) conv_hopper(const __grid_co
   const int first_row = row_tile * kHopperRows;
   const HopperMemory memory(hopper_memory, t, Operand<product>::kSplits);
 
-  HopperBlock<product, form, kBiasInK> block(job, memory, first_row);
+  HopperBlock<product, form, kBiasInK, kSteps> block(job, memory, first_row);
   HopperLoader<product> loader(job, memory, static_cast<const T*>(job.data.input.data) + image * job.data.input.outer);
   block.prepare(job.data.weights + int64_t{row_tile} * t.k_steps * Operand<product>::kSplits * (kStepBytes / kChunkBytes));
   const int64_t steps = int64_t{t.columns()} * t.tiles[1];

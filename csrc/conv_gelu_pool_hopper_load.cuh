@@ -87,6 +87,7 @@ class HopperLoader {
   // Reads without conditions, from the image's first pixel where the sample lies outside, and in nested branches: registers that a
   // branch may have left untouched would make the second sample's loads wait for the first one's.
   __device__ __forceinline__ void load() {
+    if (sample_ >= job_.tiling.step_samples()) return;
     const View& input = job_.data.input;
     const uint32_t stride = static_cast<uint32_t>(input.channel);
     const int left = job_.shape.channels_in - chunk_ * kLen;
@@ -102,6 +103,7 @@ class HopperLoader {
   }
 
   __device__ __forceinline__ void store() {
+    if (sample_ >= job_.tiling.step_samples()) return;
     const int left = job_.shape.channels_in - chunk_ * kLen;
     const int sample = first_sample(), samples = job_.tiling.step_samples();
     if (sample < samples) {

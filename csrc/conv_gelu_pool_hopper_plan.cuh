@@ -12,7 +12,7 @@
 namespace fxfuse::conv_gelu_pool {
 
 constexpr int kHopperThreads = 128, kHopperRows = 64, kRunLen = 128;  // wgmma's m64 n128
-constexpr int kMostSteps = 48, kStepGroup = 4, kMostPlaces = 128;
+constexpr int kMostSteps = 48, kStepGroup = 4, kMostPlaces = 128, kMostAhead = 8;
 constexpr int kStepBytes = 2 * kHopperRows * kChunkBytes;  // of weights, a K step
 constexpr int kOnesBytes = kRunLen * kChunkBytes;
 constexpr int kMaskBytes = kRunLen / 8;  // a bit a column
@@ -44,7 +44,7 @@ struct HopperTiling {
   int chunks, k_steps;
   bool has_spare_chunk;        // K is odd in chunks: the last step pairs the last one with a row of ones
   // Of each phase and K step, in samples: its first half, and from that to its second half << 16.
-  uint32_t where[kMostPlaces + kStepGroup];
+  uint32_t where[kMostPlaces + kMostAhead];  // the kernel asks for a group more
   size_t shared_bytes;
   int blocks_per_sm, strips;   // strips: blocks that share an image
 
@@ -132,7 +132,7 @@ inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::arr
 // Issue slots of a warp for a whole image and row tile with `strips` blocks, as its SM sees them when `blocks` blocks come to each SM: the
 // tensor cores' cycles add to the instructions', they hardly overlap; where few blocks share an SM, nothing fills the waits.
 inline double hopper_cost(const HopperTiling& t, int chunk_len, int splits, int strips, int64_t blocks) {
-  constexpr double kPerGelu = 10, kPerProduct = 60, kPerRun = 40, kPerStep = 80, kPerStrip = 1000, kPerMask = 1.5;
+  constexpr double kPerGelu = 10, kPerProduct = 60, kPerRun = 40, kPerStep = 80, kPerStrip = 500, kPerMask = 1.5;
   constexpr double kLoss[] = {0, 1.9, 1.35, 1.1, 1.0};
   const int halo = t.box[1] - t.tile[1];
   const bool has_halo = t.line_rows() > 1 || t.tile[0] > 1;
@@ -142,7 +142,8 @@ inline double hopper_cost(const HopperTiling& t, int chunk_len, int splits, int 
   const double per_sample = t.chunks * (chunk_len == 4 ? 22 + 10 * (splits - 1) : 34) / static_cast<double>(kHopperThreads);
   // A warp's samples come in pairs; a batch costs the warps that have none of it something, too.
   const int batches = ceil_div(t.step_samples(), kBatchSamples) * ceil_div(t.chunks * chunk_len, 8);
-  const double load = ceil_div(t.step_samples(), 32) * 32 * per_sample + 40 * batches;
+  const double late = 250.0 * std::max(0, batches - t.lines * t.line_runs);  // batches that no products overlap
+  const double load = ceil_div(t.step_samples(), 32) * 32 * per_sample + 40 * batches + late;
   const double step = t.lines * t.line_runs * run + load + kPerStep;
   const double steps = ceil_div(int64_t{t.columns()} * t.tiles[1], strips);
   const double starts = std::max(1.0, steps / t.tiles[1]);  // loads ahead, which nothing overlaps
@@ -151,11 +152,10 @@ inline double hopper_cost(const HopperTiling& t, int chunk_len, int splits, int 
   return block * ((blocks - rest) * kLoss[at_a_time] + rest * kLoss[rest]);
 }
 
-// The same for the portable path, roughly.
+// The same for the portable path, from what it takes on an H200 for 13 shapes.
 inline double portable_cost(const ConvShape& shape, const HopperTiling& t, int splits, int64_t images, int num_sms) {
-  constexpr double kPerGelu = 12, kPerStep = 0.9, kLoss = 2.2;
-  const double per_output = kPerGelu + kPerStep * t.k_steps * (splits == 2 ? 3 : 1);
-  return kLoss * static_cast<double>(images * shape.out_pixels()) / num_sms * kHopperRows / kHopperThreads * per_output;
+  const double per_output = 18 + 4.5 * t.k_steps * (splits == 2 ? 3 : 1);
+  return static_cast<double>(images * shape.out_pixels()) / num_sms * kHopperRows / kHopperThreads * per_output;
 }
 
 // Strides of 1, more than 32 output channels, and all weights of 64 output channels in shared memory with a ring of input whose steps

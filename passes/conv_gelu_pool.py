@@ -148,7 +148,8 @@ def fused_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
 
 
 def _hopper_takes(conv: Call) -> bool:
-    """Mirrors `make_hopper_tiling` of csrc/conv_gelu_pool_hopper_plan.cuh, but for its search of a tile of which two fit a multiprocessor."""
+    """Mirrors `make_hopper_tiling` of csrc/conv_gelu_pool_hopper_plan.cuh, but for its search of a tile and for its comparison with the
+    portable kernel."""
     c_out, c_in, *kernel = conv.tensor("weight").shape
     # 16 bytes of channels make a chunk, two chunks of a tap a step; fp32-accurate products take each step for two parts of the weights.
     chunks = math.ceil(c_in / (16 // conv.tensor("weight").element_size()))
