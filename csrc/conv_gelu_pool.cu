@@ -9,7 +9,8 @@
 //   conv_gelu_pool_load.cuh      input boxes in shared memory
 //   conv_gelu_pool_sum.cuh       block sums, and the mean of the parts
 //   portable path, mma.sync:     _plan.cuh tiles, _portable_pack.cuh weights, _portable.cuh kernel, _portable.cu launch
-//   Hopper path, wgmma:          _hopper_plan.cuh tiles, _hopper_pack.cuh weights, _hopper_load.cuh ring, _hopper.cuh kernel, _hopper.cu launch
+//   Hopper path, wgmma:          _hopper_plan.cuh tiles, _hopper_pack.cuh weights, _hopper_load.cuh input, _hopper.cuh kernel,
+//                                _hopper.cu launch
 //   this file                    choice of the path, workspace, op, registration
 
 #include "conv_gelu_pool.h"

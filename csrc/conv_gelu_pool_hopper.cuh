@@ -1,16 +1,16 @@
 // conv_gelu_pool, Hopper path (wgmma): stride 1, all weights of 64 output channels resident in shared memory.
 //
 // One warpgroup a block, several blocks an SM: while one waits for its products, the others' GELUs fill the SM. A product has 64 output
-// channels as rows and 128 samples of the ring as columns, read in place through descriptors (see HopperTiling). A block brings the
-// rows of its next step into registers while the products run, and into the ring before it computes GELU: one barrier a step.
+// channels as rows and 128 samples of the ring as columns, read in place through descriptors (see HopperTiling). The rows of a block's
+// next step are on their way to registers while the products run, and go into the ring before it computes GELU: one barrier a step.
 // Where K has an odd number of chunks, the spare one holds the bias, against a row of ones: that saves an addition per output.
 //
 // Tensor cores and fp32 instructions hardly overlap on an SM, whatever runs beside what: what counts is how few instructions there are.
 #pragma once
 
 #include "common/hopper.cuh"
-#include "conv_gelu_pool_hopper_pack.cuh"
 #include "conv_gelu_pool_hopper_load.cuh"
+#include "conv_gelu_pool_hopper_pack.cuh"
 #include "conv_gelu_pool_sum.cuh"
 
 namespace fxfuse::conv_gelu_pool {

@@ -23,7 +23,8 @@ struct HopperMemory {
 
   __device__ HopperMemory(uint4* memory, const HopperTiling& t, int splits)
       : ring(memory), ones(ring + t.plane * t.chunks * splits), weights(ones + t.ones_bytes(splits) / kChunkBytes),
-        masks(weights + t.k_steps * splits * (kStepBytes / kChunkBytes)), sources(reinterpret_cast<Source*>(masks + t.lines * t.line_runs)) {}
+        masks(weights + t.k_steps * splits * (kStepBytes / kChunkBytes)),
+        sources(reinterpret_cast<Source*>(masks + t.lines * t.line_runs)) {}
 };
 
 // Brings the rows of a step in, in batches of two samples a thread: begin_step; load and store by turns, a batch each; end_step.
@@ -37,7 +38,8 @@ class HopperLoader {
   const HopperMemory& memory_;
   const T* const image_;
   int sample_, chunk_;       // of the batch
-  int row_, at_, turn_ = 0;  // input row of the step's first, its place in the ring; which warp takes the first samples
+  int row_, at_;             // input row of the step's first, and its place in the ring
+  unsigned turn_ = 0;        // so that another warp takes the odd samples in each step
   int mirror_;               // samples from there on go a second time to that many samples before
   int64_t from_step_;        // bytes from a source's address to its row of this step
   bool met_special_ = false;

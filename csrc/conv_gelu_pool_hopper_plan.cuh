@@ -12,7 +12,8 @@
 namespace fxfuse::conv_gelu_pool {
 
 constexpr int kHopperThreads = 128, kHopperRows = 64, kRunLen = 128;  // wgmma's m64 n128
-constexpr int kMostSteps = 48, kStepGroup = 4, kMostPlaces = 128, kMostAhead = 8;
+constexpr int kMostSteps = 48, kStepGroup = 4;     // K steps; those in a group of products
+constexpr int kMostPlaces = 128, kMostAhead = 8;  // of K steps in all phases; those that the kernel asks for ahead
 constexpr int kStepBytes = 2 * kHopperRows * kChunkBytes;  // of weights, a K step
 constexpr int kOnesBytes = kRunLen * kChunkBytes;
 constexpr int kMaskBytes = kRunLen / 8;  // a bit a column
@@ -38,13 +39,13 @@ struct alignas(16) Source {
 struct HopperTiling {
   int rows, tile[2], box[2];   // of a step: output rows; depth and width, in outputs and in samples
   int tiles[3];                // along depth, the steps of a strip, along width
-  int row, halo, slots, plane; // samples of a row; rows; slots; samples of the ring
+  int row, halo, slots, plane; // samples of a row; rows; slots; samples of the ring, of one chunk of channels
   int phases;                  // parts of `where`: 1, or slots
   int lines, line_runs;
   int chunks, k_steps;
   bool has_spare_chunk;        // K is odd in chunks: the last step pairs the last one with a row of ones
   // Of each phase and K step, in samples: its first half, and from that to its second half << 16.
-  uint32_t where[kMostPlaces + kMostAhead];  // the kernel asks for a group more
+  uint32_t where[kMostPlaces + kMostAhead];
   size_t shared_bytes;
   int blocks_per_sm, strips;   // strips: blocks that share an image
 
@@ -58,8 +59,8 @@ struct HopperTiling {
   std::string describe() const {
     std::ostringstream text;
     text << "hopper(step=" << tile[0] << "x" << rows << "x" << tile[1] << ", box=" << box[0] << "x" << rows << "+" << halo << "x" << box[1]
-         << ", slots=" << slots << ", phases=" << phases << ", runs=" << lines << "x" << line_runs << ", strips=" << strips << ", chunks=" << chunks
-         << ", k_steps=" << k_steps << ", spare_chunk=" << has_spare_chunk << ", shared=" << shared_bytes
+         << ", slots=" << slots << ", phases=" << phases << ", runs=" << lines << "x" << line_runs << ", strips=" << strips
+         << ", chunks=" << chunks << ", k_steps=" << k_steps << ", spare_chunk=" << has_spare_chunk << ", shared=" << shared_bytes
          << ", blocks_per_sm=" << blocks_per_sm << ")";
     return text.str();
   }
@@ -106,16 +107,16 @@ inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::arr
   for (int i = 0; i < 3; ++i) t.tiles[i] = ceil_div(shape.out[i], tile[i]);
   const auto reach = [&](int i) { return int64_t{shape.kernel[i] - 1} * shape.dilation[i]; };
   const int64_t depth = tile[0] + reach(0), width = tile[2] + reach(2), row = depth * width;
-  const int64_t halves = chunks * shape.taps();
+  const int64_t most = static_cast<int64_t>(block_bytes) / kChunkBytes, halves = chunks * shape.taps();
+  if (std::max({depth, width, reach(1)}) > most || int64_t{t.tiles[0]} * t.tiles[1] * t.tiles[2] > INT32_MAX) return std::nullopt;
   t.slots = 2 + ceil_div(reach(1), t.rows);
   t.k_steps = ceil_div(halves, 2);
   t.has_spare_chunk = halves % 2 == 1;
-  const bool has_phases = t.rows == 1 && chunks * shape.kernel[0] * shape.kernel[2] % 2 == 0 && t.slots * int64_t{t.k_steps} <= kMostPlaces;
+  const bool has_even_rows = chunks * shape.kernel[0] * shape.kernel[2] % 2 == 0;
+  const bool has_phases = t.rows == 1 && has_even_rows && t.slots * int64_t{t.k_steps} <= kMostPlaces;
   t.phases = has_phases ? t.slots : 1;
   const int64_t plane = (t.slots * int64_t{t.rows} + (has_phases ? 0 : reach(1))) * row;
-  if (plane * chunks * splits * kChunkBytes > static_cast<int64_t>(block_bytes) || int64_t{t.tiles[0]} * t.tiles[1] * t.tiles[2] > INT32_MAX) {
-    return std::nullopt;
-  }
+  if (plane * chunks * splits > most) return std::nullopt;
   t.box[0] = static_cast<int>(depth), t.box[1] = static_cast<int>(width), t.row = static_cast<int>(row);
   t.halo = static_cast<int>(reach(1)), t.plane = static_cast<int>(plane);
   t.lines = has_lines ? t.rows : 1;
@@ -136,7 +137,8 @@ inline double hopper_cost(const HopperTiling& t, int chunk_len, int splits, int 
   constexpr double kLoss[] = {0, 1.9, 1.35, 1.1, 1.0};
   const int halo = t.box[1] - t.tile[1];
   const bool has_halo = t.line_rows() > 1 || t.tile[0] > 1;
-  const double masked = has_halo && halo > 0 ? std::min(1.0, (8.0 + halo) / t.box[1]) : t.line_runs * kRunLen > t.tile[1] ? 16.0 / kRunLen : 0;
+  const double of_end = t.line_runs * kRunLen > t.tile[1] ? 16.0 / kRunLen : 0;
+  const double masked = has_halo && halo > 0 ? std::min(1.0, (8.0 + halo) / t.box[1]) : of_end;
   const double run = kRunLen / 2 * (kPerGelu + 2 * (splits - 1) + (t.has_spare_chunk ? 0 : 1) + kPerMask * masked) + kPerRun +
                      kPerProduct * t.k_steps * (splits == 2 ? 3 : 1);
   const double per_sample = t.chunks * (chunk_len == 4 ? 22 + 10 * (splits - 1) : 34) / static_cast<double>(kHopperThreads);
@@ -159,10 +161,10 @@ inline double portable_cost(const ConvShape& shape, const HopperTiling& t, int s
 }
 
 // Strides of 1, more than 32 output channels, and all weights of 64 output channels in shared memory with a ring of input whose steps
-// fill their runs well enough; nullopt else.
+// fill their runs well enough to be faster than the portable path; nullopt else.
 // sm_bytes, block_bytes: shared memory of an SM, and the most that one block can have.
-inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, int chunk_len, int splits, size_t sm_bytes, size_t block_bytes,
-                                                      int num_sms) {
+inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, int chunk_len, int splits, size_t sm_bytes,
+                                                      size_t block_bytes, int num_sms) {
   constexpr int kMostRounds = 8;  // blocks that come to an SM, in turns of blocks_per_sm
   const int chunks = ceil_div(shape.channels_in, chunk_len);
   for (const int stride : shape.stride) {

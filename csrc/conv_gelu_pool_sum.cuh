@@ -9,8 +9,8 @@ namespace fxfuse::conv_gelu_pool {
 // total[row] += the sum of gelu(x(row, i)) for i < kCount: of relu(x) less |x| Phi(-|x|), in the cheap forms that are made for sums.
 // relu(x) comes as (x + |x|) / 2, exact as well: a maximum runs at half the rate of an addition. Two
 // kinds of sums are done again in the accurate form. Those of values that are all far below 0 (first and middle one stand for all,
-// where no relu is left): their GELUs are so small that the cheap form's error would show. And those that came out nan, as they do for
-// x = +inf (inf * 0), where eager's result is nan only if some x is nan or -inf.
+// where no relu is left): their GELUs are so small that the cheap form's error would show. And those that came out inf or nan, as they
+// do for x = +inf (inf * 0), where eager's result is nan only if some x is nan or -inf, and for x above half of the largest fp32.
 template <Gelu form, int kRows, int kCount, typename F>
 __device__ __forceinline__ void add_sums_of_gelu(float (&total)[kRows], F&& x) {
   if constexpr (form == Gelu::Tanh) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void add_sums_of_gelu(float (&total)[kRows], F&& x) {
     for (int row = 0; row < kRows; ++row) {
       sum[row] = fmaf(0.5f, twice_relu[row], -tail[row]);
       const bool is_small = (twice_relu[row] == 0.f) & (tail[row] < kSmall * kCount) & (fminf(x(row, 0), x(row, kCount / 2)) < kFarBelow);
-      is_doubtful |= is_small | (sum[row] != sum[row]);
+      is_doubtful |= is_small | !(fabsf(sum[row]) < __int_as_float(0x7f800000));
     }
     if (is_doubtful) [[unlikely]] {
       // In local memory, so that a short loop does it: unrolled over registers it is longer than the kernel, which it makes spill.

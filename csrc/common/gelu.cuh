@@ -1,16 +1,16 @@
 // GELU on the device. Every CUDA op takes its GELU from here, so that its error and cost are stated once.
 //
-// Seven forms, all in fp32. (For the two of means, instr has the addition to the sum in it, and error is that of the fit with ex2.approx'.)
-// "instr" is SASS instructions a value on sm_90a. The rest was measured on an H200 against fp64: "error" is
+// Seven forms, all in fp32. "instr" is SASS instructions a value on sm_90a. The rest was measured on an H200 against fp64: "error" is
 // the largest on [-12, 12], rounding of the result included (half an ulp is 2.4e-7 there); "tail" is relative, at x = -5, where
-// gelu(x) = -1.4e-6 and eager's own formula is off by 1.4e-2 in the mean and 9e-2 at worst.
+// gelu(x) = -1.4e-6 and eager's own formula is off by 1.4e-2 in the mean and 9e-2 at worst. Of the two for means, instr includes the
+// addition to the sum, and the error is the fit's and ex2.approx's.
 //
 //   form      instr  error    tail     what it is for
 //   Erf        26    4.9e-7   9e-2     eager's formula
 //   Accurate   16    2.5e-7   6e-5     fp32 values
 //   Fast       10    2.6e-7   2e-4     bf16 and fp16 values that are stored one by one
-//   MeanFine   12    6e-8      -       means of fp32 values: only in sums that guard their tails, see add_sums_of_gelu
-//   Mean        9    7e-7      -       means of values from TF32 or 16-bit products: likewise
+//   MeanFine   12    6e-8     -        means of fp32-accurate values, whose tails are guarded: see add_sums_of_gelu
+//   Mean        9    7e-7     -        means of products of TF32 or 16 bits, likewise
 //   Coarse      8    1.5e-5   4e-3     sums of many bf16 or fp16 values: relative error 2e-4 above -3.5, fp16 rounds to 5e-4
 //   Tanh        7    5.2e-7   -        approximate="tanh" only: it is another function, up to 4.7e-4 away from the exact one
 //

@@ -116,6 +116,7 @@ def operands(batch, c_in, c_out, size, kernel, dtype=torch.float32, channels_las
 SHAPES = (
     # batch, C_in, C_out, size, kernel, geometry
     (2, 8, 64, (256, 256), (3, 3), {}),  # the headline's images: rows of exactly two runs
+    (1, 8, 64, (130, 300), (3, 3), {}),  # rows of several tiles, each a strip of many steps
     (3, 3, 64, (57, 61), (3, 3), {"padding": 1}),  # an RGB image: most of a chunk is padding
     (2, 8, 70, (33, 129), (3, 3), {"padding": (0, 2)}),  # rows of channels that end in a tile
     (1, 1, 33, (5, 300), (5, 1), {}),  # one channel; a tile of one row
