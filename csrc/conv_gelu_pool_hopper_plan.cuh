@@ -101,6 +101,20 @@ inline void place_steps(HopperTiling& t, const ConvShape& shape, int splits) {
   }
 }
 
+// The sample behind the furthest that a product reads. What the last run reads behind the ring is masked and mostly lies in what follows it,
+// but a block must own it; and compute-sanitizer takes the two halves of a K step, kRunLen samples each, for one piece.
+inline int end_of_reads(const HopperTiling& t, int splits) {
+  const int last_window = t.phases == 1 ? (t.slots - 1) * t.step_samples() : 0;
+  const int last_run = last_window + (t.lines - 1) * t.row + (t.line_runs - 1) * kRunLen + (splits - 1) * t.chunks * t.plane;
+  int end = 0;
+  for (int i = 0; i < t.phases * t.k_steps; ++i) {
+    const bool has_ones = t.has_spare_chunk && (i + 1) % t.k_steps == 0;  // its second half is no sample
+    const int at = t.where[i] & 0xffff, pitch = has_ones ? 0 : t.where[i] >> 16;
+    end = std::max(end, last_run + at + std::max(pitch, kRunLen) + kRunLen);
+  }
+  return end;
+}
+
 inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::array<int, 3> tile, bool has_lines, int chunks, int splits,
                                                 size_t sm_bytes, size_t block_bytes) {
   HopperTiling t{.rows = tile[1], .tile = {tile[0], tile[2]}, .chunks = chunks};
@@ -121,12 +135,12 @@ inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::arr
   t.halo = static_cast<int>(reach(1)), t.plane = static_cast<int>(plane);
   t.lines = has_lines ? t.rows : 1;
   t.line_runs = ceil_div((int64_t{t.line_rows() - 1} * depth + tile[0] - 1) * width + tile[2], kRunLen);
-  // What a run reads behind its samples is masked; the last one's lies in the ones and the weights.
-  t.shared_bytes = plane * chunks * splits * kChunkBytes + t.ones_bytes(splits) + int64_t{t.k_steps} * splits * kStepBytes +
-                   int64_t{t.lines} * t.line_runs * kMaskBytes + t.step_samples() * sizeof(Source);
+  place_steps(t, shape, splits);
+  const int64_t own_bytes = plane * chunks * splits * kChunkBytes + t.ones_bytes(splits) + int64_t{t.k_steps} * splits * kStepBytes +
+                            int64_t{t.lines} * t.line_runs * kMaskBytes + t.step_samples() * sizeof(Source);
+  t.shared_bytes = std::max(own_bytes, int64_t{end_of_reads(t, splits)} * kChunkBytes);
   if (t.shared_bytes > block_bytes) return std::nullopt;
   t.blocks_per_sm = std::min<int>(4, static_cast<int>(sm_bytes / (t.shared_bytes + 1024)));
-  place_steps(t, shape, splits);
   return t;
 }
 
