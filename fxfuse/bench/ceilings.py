@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..measure import medians, paired_times
+from ..measure import medians, paired_times_of_plain_calls
 
 COPY_BYTES = {"cuda": 10**9, "cpu": 64 * 2**20}
 SIZE = {"cuda": 8192, "cpu": 512}
@@ -63,7 +63,7 @@ def _product(dtype: torch.dtype, precision: str, device: torch.device, rounds: i
 
 
 def _seconds(call: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    return medians(paired_times({"call": call}, device, rounds))["call"] / 1e3
+    return medians(paired_times_of_plain_calls({"call": call}, device, rounds))["call"] / 1e3
 
 
 @contextmanager

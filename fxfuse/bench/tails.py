@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..measure import medians, paired_times
+from ..measure import medians, paired_times_of_plain_calls
 from .timing import in_a_word
 from .workloads import CHANNELS_LAST, LAYOUTS, Kind
 
@@ -59,7 +59,8 @@ def _measured(tail: Tail, device: torch.device, rounds: int) -> dict[str, Any]:
         y = y.contiguous(memory_format=CHANNELS_LAST[y.dim()])
     bias, weight = torch.randn(2, 64, device=device, dtype=dtype)
     target = torch.empty_like(y)
-    times = medians(paired_times({"copy": lambda: target.copy_(y), "op": lambda: _call(tail.op, y, bias, weight)}, device, rounds))
+    contenders = {"copy": lambda: target.copy_(y), "op": lambda: _call(tail.op, y, bias, weight)}
+    times = medians(paired_times_of_plain_calls(contenders, device, rounds))
     out = _call(tail.op, y, bias, weight)
     rates = {"op": (y.nbytes + out.nbytes) / times["op"] * 1e3, "copy": 2 * y.nbytes / times["copy"] * 1e3}
     return {"ms": times["op"], "copy_ms": times["copy"], "bytes_per_s": rates["op"], "copy_bytes_per_s": rates["copy"], "share": rates["op"] / rates["copy"]}
