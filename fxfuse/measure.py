@@ -37,11 +37,11 @@ def paired_times(contenders: Mapping[str, Contender], device: torch.device, roun
 def paired_times_of_plain_calls(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
     """As `paired_times`, but of calls that are not captured, for contenders that keep the GPU busy longer than the host takes to call them.
 
-    A copy in a CUDA graph is the copy engine's, which reaches 2.8 TB/s on an H200 where the kernel of a plain copy reaches 4.3.
+    A copy in a CUDA graph is the copy engine's, which reaches 2.8 TB/s on an H200 where the kernel of a plain copy reaches 4.3. On a CPU: for
+    contenders that share their threads, so that no pause between them is needed, in which a core would slow down.
     """
-    if device.type != "cuda":
-        return paired_wall_times(contenders, rounds)
-    return in_turn({name: events_timer(contender) for name, contender in contenders.items()}, rounds)
+    timer = events_timer if device.type == "cuda" else _warm_timer
+    return in_turn({name: timer(contender) for name, contender in contenders.items()}, rounds)
 
 
 def paired_wall_times(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[float]]:
@@ -157,6 +157,18 @@ def _graph_ms(contender: Captured) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / contender.calls
+
+
+def _warm_timer(contender: Contender) -> Timer:
+    """Wall time of a call right behind another one."""
+
+    def timed() -> float:
+        contender()
+        start = time.perf_counter()
+        contender()
+        return (time.perf_counter() - start) * 1e3
+
+    return timed
 
 
 def _wall_ms(contender: Contender) -> float:

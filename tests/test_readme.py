@@ -1,0 +1,56 @@
+"""README's figures are those of the committed result files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COLUMNS = {"eager": "eager", "inductor": "inductor", "inductor, channels_last": "inductor channels_last", "fxfuse": "fxfuse"}
+
+pytestmark = pytest.mark.skipif(not (ROOT / "examples/results").exists(), reason="an sdist has no result files")
+
+
+def rows_of(file: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "examples/results" / file).read_text())["rows"]
+
+
+def table(header: str) -> list[dict[str, str]]:
+    """README's table whose first line begins so, as a dict a row."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(header))
+    cells = [[cell.strip(" `*") for cell in line.strip("|").split("|")] for line in lines[start:]]
+    body = cells[2 : next(i for i, row in enumerate(cells) if len(row) < 2)]
+    return [dict(zip(cells[0], row)) for row in body]
+
+
+def test_headline_times_and_errors() -> None:
+    measured = {(r["workload"], r["dtype"], r["precision"], r["contender"]): r for r in rows_of("headline_h200.json") if r["layout"] == "contiguous"}
+    shown = table("| chain | dtype | eager")
+    for row in shown:
+        dtype, _, precision = row["dtype"].partition(", ")
+        found = {name: measured[row["chain"], dtype, precision, contender] for name, contender in COLUMNS.items()}
+        assert {name: row[name] for name in COLUMNS} == {name: f"{r['gpu_ms']:.2f}" for name, r in found.items()}
+        assert (row["eager's error"], row["error"]) == (f"{found['eager']['error']:.0e}", f"{found['fxfuse']['error']:.0e}")
+    assert len(shown) == 8
+
+
+def test_tails_share_of_a_copy() -> None:
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    measured = {(r["op"], r["dtype"], r["layout"]): r["share"] for r in rows_of("tails_h200.json")}
+    shown = table("| op | fp32")
+    for row in shown:
+        for column, text in row.items():
+            if column != "op":
+                dtype, _, layout = column.partition(" ")
+                assert text == f"{measured[row['op'], names[dtype], layout or 'contiguous']:.0%}"
+    assert len(shown) == 2
+
+
+def test_memory_beside_inputs_and_result() -> None:
+    most = float(re.search(r"a call holds ([\d.]+) MB at most", (ROOT / "README.md").read_text())[1])
+    assert max(r["peak_mb"] - r["output_mb"] for r in rows_of("headline_h200.json") if r["contender"] == "fxfuse") <= most
