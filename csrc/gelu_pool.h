@@ -43,6 +43,9 @@ static inline int64_t pixels_per_tile(const GeluPool& p) {
 static inline int64_t row_scratch(int64_t n) { return 4 * (n + kMaxLanes); }
 
 static inline int64_t chunk_scratch(const GeluPool& p) { return row_scratch(pixels_per_row(p) * p.inner); }
-static inline int64_t window_scratch(const GeluPool& p) { return row_scratch(pixels_per_tile(p) * p.inner) + 3 * (p.out[2] * p.inner + kMaxLanes); }
+// A row, its windows' bounds along W (two int64 each), their sums in double, and means.
+static inline int64_t window_scratch(const GeluPool& p) {
+  return row_scratch(pixels_per_tile(p) * p.inner) + 4 * p.out[2] + 3 * (p.out[2] * p.inner + kMaxLanes);
+}
 
 }  // namespace fxfuse

@@ -100,24 +100,46 @@ FXFUSE_INLINE Span window(const GeluPool& p, int dim, int64_t o) {
   return {adaptive_begin(o, p.in[dim], p.out[dim]), adaptive_end(o, p.in[dim], p.out[dim])};
 }
 
+// Eight sums side by side: one alone would wait for each addition, and in memory for each store.
+double sum_of(const double* x, int64_t n) {
+  constexpr int64_t kSums = 8;
+  double sums[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums <= n; i += kSums) {
+    for (int64_t j = 0; j < kSums; ++j) sums[j] += x[i + j];
+  }
+  double sum = 0.;
+  for (; i < n; ++i) sum += x[i];
+  for (const double part : sums) sum += part;
+  return sum;
+}
+
 // sums[o, c] += the pixels of `columns` (their sums over D and H, from pixel `tile.begin` on) that lie in window o along W.
-void add_windows(const GeluPool& p, const Span& tile, const double* columns, double* sums) {
+void add_windows(const GeluPool& p, const Span* windows, const Span& tile, const double* columns, double* sums) {
   int64_t o = tile.begin * p.out[2] / p.in[2];
-  while (o > 0 && window(p, 2, o - 1).end > tile.begin) --o;
-  for (; o < p.out[2] && window(p, 2, o).begin < tile.end; ++o) {
-    const Span w = window(p, 2, o);
-    const int64_t end = w.end < tile.end ? w.end : tile.end;
-    for (int64_t j = w.begin > tile.begin ? w.begin : tile.begin; j < end; ++j) {
+  while (o > 0 && windows[o - 1].end > tile.begin) --o;
+  for (; o < p.out[2] && windows[o].begin < tile.end; ++o) {
+    const Span w = windows[o];
+    const int64_t begin = w.begin > tile.begin ? w.begin : tile.begin, end = w.end < tile.end ? w.end : tile.end;
+    if (p.inner == 1) {
+      sums[o] += sum_of(columns + (begin - tile.begin), end - begin);
+      continue;
+    }
+    for (int64_t j = begin; j < end; ++j) {
       for (int64_t c = 0; c < p.inner; ++c) sums[o * p.inner + c] += columns[(j - tile.begin) * p.inner + c];
     }
   }
 }
 
+// Windows of one row, wide enough to fill vectors: straight from the input, without a row of sums between.
+FXFUSE_INLINE bool has_wide_windows_of_one_row(const GeluPool& p, int64_t rows) {
+  return p.inner == 1 && rows == 1 && p.in[2] >= 2 * kLanes * p.out[2];
+}
+
 // The outputs of one (volume, d, h): sums over windows divided by their sizes.
-void store_row(const GeluPool& p, int64_t volume, int64_t od, int64_t oh, double rows, const double* sums, float* means) {
+void store_row(const GeluPool& p, const Span* windows, int64_t volume, int64_t od, int64_t oh, double rows, const double* sums, float* means) {
   for (int64_t o = 0; o < p.out[2]; ++o) {
-    const Span w = window(p, 2, o);
-    const double count = rows * static_cast<double>(w.end - w.begin);
+    const double count = rows * static_cast<double>(windows[o].end - windows[o].begin);
     for (int64_t c = 0; c < p.inner; ++c) means[o * p.inner + c] = static_cast<float>(sums[o * p.inner + c] / count);
   }
   const int64_t n = volume / (p.channels / p.inner), first_channel = volume % (p.channels / p.inner);
@@ -135,12 +157,24 @@ template <bool tanh_form, typename T>
 void pool_windows(const GeluPool& p, float* scratch, int64_t begin, int64_t end) {
   const int64_t tile_pixels = pixels_per_tile(p), values = p.out[2] * p.inner;
   RowSum row(scratch, tile_pixels * p.inner);
-  double* sums = reinterpret_cast<double*>(scratch + row_scratch(tile_pixels * p.inner));
+  Span* windows = reinterpret_cast<Span*>(scratch + row_scratch(tile_pixels * p.inner));
+  double* sums = reinterpret_cast<double*>(windows + p.out[2]);
   float* means = reinterpret_cast<float*>(sums + values);
+  for (int64_t o = 0; o < p.out[2]; ++o) windows[o] = window(p, 2, o);  // divisions, which the loops below could not afford
   if (p.inner > 1 || !p.bias) repeat_bias(p, tile_pixels, row.bias);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t oh = task % p.out[1], od = task / p.out[1] % p.out[0], volume = task / p.out[1] / p.out[0];
     const Span d_window = window(p, 0, od), h_window = window(p, 1, oh);
+    const int64_t rows = (d_window.end - d_window.begin) * (h_window.end - h_window.begin);
+    if (has_wide_windows_of_one_row(p, rows)) {
+      const T* x = static_cast<const T*>(p.input) + ((volume * p.in[0] + d_window.begin) * p.in[1] + h_window.begin) * p.in[2];
+      for (int64_t o = 0; o < p.out[2]; ++o) {
+        const Span w = windows[o];
+        sums[o] = sum_of_gelu<tanh_form>(x + w.begin, w.end - w.begin, p.bias ? p.bias[volume % p.channels] : 0.f);
+      }
+      store_row(p, windows, volume, od, oh, 1., sums, means);
+      continue;
+    }
     if (p.inner == 1 && p.bias) {
       for (int64_t j = 0; j < tile_pixels + kLanes; ++j) row.bias[j] = p.bias[volume % p.channels];
     }
@@ -156,10 +190,9 @@ void pool_windows(const GeluPool& p, float* scratch, int64_t begin, int64_t end)
         }
       }
       row.flush(n);
-      add_windows(p, tile, row.total, sums);
+      add_windows(p, windows, tile, row.total, sums);
     }
-    const auto rows = static_cast<double>((d_window.end - d_window.begin) * (h_window.end - h_window.begin));
-    store_row(p, volume, od, oh, rows, sums, means);
+    store_row(p, windows, volume, od, oh, static_cast<double>(rows), sums, means);
   }
 }
 
