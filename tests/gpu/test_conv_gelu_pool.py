@@ -9,26 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxfuse import library
-
 pytestmark = pytest.mark.gpu
 
 CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 # What is multiplied: dtype of the operands, precision of the op.
 PRODUCTS = ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "tf32"), (torch.float16, "tf32"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    library.load("cuda")
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["widest", "portable"], autouse=True)

@@ -10,24 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxfuse import library
-
 pytestmark = pytest.mark.gpu
 
 # Input dtype and precision.
 KINDS = ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "tf32"), (torch.float16, "tf32"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    library.load("cuda")
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["portable", "chosen"])

@@ -9,25 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxfuse import library
-
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOLS = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    library.load("cuda")
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def gelu_pool(x, bias, output_size, keepdim=True, approximate="none", out_dtype=None):

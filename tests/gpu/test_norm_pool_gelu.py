@@ -9,25 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxfuse import library
-
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "channels_last")
 INF, NAN = math.inf, math.nan
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    library.load("cuda")
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 @dataclass

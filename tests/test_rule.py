@@ -1,0 +1,121 @@
+"""`auto`'s rule against measurements: replayed on every shape of the committed sweeps, it takes nothing that was measured to be slower.
+
+`python tests/test_rule.py sweep.json` prints, for every shape of a sweep, what was measured and what the rule would take: to fit it by.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fxfuse import fused, precision, weigh
+from fxfuse.bench import workloads
+from fxfuse.chain import chains
+from fxfuse.choose import RATES
+from fxfuse.match import Match, find
+from fxfuse.options import Options
+from fxfuse.view import GraphView
+
+RESULTS = Path(__file__).parent.parent / "examples/results"
+GPUS = {"NVIDIA H200": fused.Gpu(major=9, num_processors=132, shared_bytes=232448)}
+CONTENDERS = {None: "inductor", "gelu_pool": "fxfuse tail", "norm_pool_gelu": "fxfuse tail"}
+# What the rule may lose on a shape: the noise of a CPU that other things run on is larger.
+SLOWER = {"cuda": 1.02, "cpu": 1.1}
+
+Key = tuple[str, str, str, str]
+Rows = dict[str, dict[str, Any]]
+
+
+class Captured(Exception):
+    """Ends a call as soon as its graph is known."""
+
+
+def graph_of(model: Callable[..., Any], inputs: tuple[torch.Tensor, ...], device: str) -> fx.GraphModule:
+    """Dynamo's graph of the call, with example values as if they were on the device; nothing runs."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(gm)
+
+        def stop(*args: Any) -> Any:
+            raise Captured
+
+        return stop
+
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Captured):
+        torch.compile(model, backend=backend, dynamic=False)(*inputs)
+    for node in graphs[0].graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            with value.fake_mode:
+                node.meta["example_value"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return graphs[0]
+
+
+def replayed(result: dict[str, Any], patch: pytest.MonkeyPatch) -> Iterator[tuple[Key, Rows, weigh.Weighed]]:
+    """What was measured for each workload of a sweep, and what the rule decides for it today, on the device of the sweep."""
+    measured: dict[Key, Rows] = {}
+    for row in result["rows"]:
+        measured.setdefault((row["workload"], row["dtype"], row["precision"], row["layout"]), {})[row["contender"]] = row
+    device = "cuda" if result["cuda"] else "cpu"
+    patch.setattr(torch, "randn", torch.empty)
+    patch.setattr(fused, "gpu_of", lambda device: GPUS.get(result["device"]))
+    patch.setattr(weigh, "rates_of", lambda device: RATES.get(result["device"], RATES["cpu"]))
+    for workload in workloads.sweep(torch.device(device)):
+        key = (workload.name, workload.kind.dtype, workload.kind.precision, workload.kind.layout)
+        if key not in measured:
+            continue
+        patch.setattr(precision, "current", lambda kind=workload.kind: kind.precision or "tf32")
+        view = GraphView(graph_of(*workload.build(torch.device("cpu")), device).graph)
+        (match,) = [found for chain in chains() for found in find(view, chain) if isinstance(found, Match)]
+        reason = next((text for holds, text in match.chain.requires(**match.calls) if not holds), None)
+        if reason is None:
+            yield key, measured[key], weigh.weigh(match, Options(select="auto"), None)
+
+
+def milliseconds(rows: Rows) -> dict[str, float]:
+    return {name: row["gpu_ms"] or row["wall_ms"] for name, row in rows.items() if row["failed"] is None}
+
+
+def contender(weighed: weigh.Weighed) -> str:
+    return CONTENDERS.get(weighed.taken.op if weighed.taken else None, "fxfuse always")
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("sweep_*.json")), ids=lambda path: path.stem)
+def test_nothing_slower_than_inductor_is_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = json.loads(file.read_text())
+    slower, replays = [], 0
+    for key, rows, weighed in replayed(result, monkeypatch):
+        taken = rows[contender(weighed)]
+        replays += 1
+        # Beyond the noise: even the lower quartile of the ratio over the rounds.
+        if taken["contender"] != "inductor" and taken["over_inductor"][0] > SLOWER["cuda" if result["cuda"] else "cpu"]:
+            slower.append((key, taken["contender"], taken["over_inductor"]))
+    assert replays >= 60 and not slower
+
+
+def main(path: str) -> None:
+    from tabulate import tabulate
+
+    table = []
+    with pytest.MonkeyPatch.context() as patch:
+        for key, rows, weighed in replayed(json.loads(Path(path).read_text()), patch):
+            times = milliseconds(rows)
+            took = contender(weighed)
+            best = min(times["inductor"], times["fxfuse tail"])
+            verdicts = "; ".join(f"{c.op}: {c.verdict}" for c in weighed.candidates)
+            shown = [f"{times[name] * 1e3:.1f}" for name in ("inductor", "fxfuse tail", "fxfuse always")]
+            table.append((" ".join(key), *shown, took, f"{times[took] / best:.2f}", f"{times[took] / min(times.values()):.2f}", verdicts))
+    print(tabulate(table, headers=("workload", "inductor us", "tail us", "always us", "taken", "/ best of two", "/ best", "why"), tablefmt="plain"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
