@@ -51,6 +51,18 @@ def test_tails_share_of_a_copy() -> None:
     assert len(shown) == 2
 
 
+def test_cpu_times_over_inductors() -> None:
+    names = {"fp32": "float32", "bf16": "bfloat16"}
+    measured = {(r["workload"], r["dtype"], r["layout"]): r for r in rows_of("headline_cpu.json") if r["contender"] == "fxfuse"}
+    shown = table("| chain | fp32")
+    for row in shown:
+        for column, text in row.items():
+            if column != "chain":
+                dtype, _, layout = column.partition(" ")
+                assert text == f"{measured[row['chain'], names[dtype], layout or 'contiguous']['over_inductor'][1]:.2f}"
+    assert len(shown) == 2
+
+
 def test_memory_beside_inputs_and_result() -> None:
     most = float(re.search(r"a call holds ([\d.]+) MB at most", (ROOT / "README.md").read_text())[1])
     assert max(r["peak_mb"] - r["output_mb"] for r in rows_of("headline_h200.json") if r["contender"] == "fxfuse") <= most
