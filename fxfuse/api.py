@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,14 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     captured so far and `report.stopped` names the line. Options are read from the `FXFUSE_*` variables.
     Raises OptionError for a bad variable, and what the model itself raises on these arguments.
     """
-    options = dataclasses.replace(split(None, chain_names())[0], strict=False)
+    return explained(model, args, kwargs, split(None, chain_names())[0])
+
+
+def explained(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, dynamic: bool = False
+) -> Report:
+    """`explain` with options given, but for `strict`, which has no say; dynamic: with every size symbolic, as `torch.compile` takes it."""
+    options = dataclasses.replace(options, strict=False)
     report = Report()
 
     model, mode = torch_private.uncompiled(model), torch_private.new_fake_mode()
@@ -38,7 +45,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     with mode, torch_private.RealAsFake(mode), torch_private.preserved(model), torch_private.static_capture():
         args, kwargs = torch_private.faked((args, kwargs), mode)
         try:
-            torch.compile(_on_fake_state(model, mode), backend=capture)(*args, **kwargs)
+            torch.compile(_on_fake_state(model, mode), backend=capture, dynamic=dynamic or None)(*args, **kwargs)
         except Exception as error:
             if not torch_private.needs_data(error):
                 raise

@@ -6,7 +6,8 @@ Conditions, costs and replacements receive the matched calls by the names of the
         name="conv_gelu_pool",
         steps=(Step("conv", "conv"), Step("gelu", "gelu"), Step("pool", "adaptive_avg_pool", "mean")),
         requires=requires,                  # requires(conv, gelu, pool) yields (holds, sentence)
-        implementations=(Implementation(op="gelu_pool", takes=..., replace=..., cost=...),),
+        implementations=(Implementation(op="gelu_pool", takes=..., replace=..., cost=..., description="what it takes, for people"),),
+        description="what the chain is, for people",
     )
 """
 
@@ -47,12 +48,14 @@ class Implementation:
     takes: yields (holds, sentence); the first that does not hold is why this implementation is passed over.
     replace: emits the replacement and returns the node whose value is the chain's result.
     cost: bytes, kernels and operations of this implementation and of what Inductor would do instead.
+    description: what it takes, as `fxfuse passes` shows it.
     """
 
     op: str
     takes: Callable[..., Iterable[Condition]]
     replace: Callable[..., fx.Node]
     cost: Callable[..., Cost]
+    description: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Chain:
     """A chain: `steps` in the order the value flows, the first being the anchor; conditions; implementations, best first.
 
     dims: numbers of spatial dimensions of the anchor convolution that can start this chain at all.
+    description: what the chain is, as `fxfuse passes` shows it.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Chain:
     requires: Callable[..., Iterable[Condition]]
     implementations: tuple[Implementation, ...]
     dims: tuple[int, ...] = (1, 2, 3)
+    description: str = ""
 
 
 def first_failure(conditions: Iterable[Condition]) -> str | None:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from . import explain_command, passes_command
 from .bench import command as bench
+from .command import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="fxfuse", description="Fuses convolution chains in torch.compile models into single ops.")
+    parser = Parser(prog="fxfuse", description="Fuses convolution chains in torch.compile models into single ops.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser(
         "demo",
         help="compile both headline models and compare error and time with eager and Inductor",
         description="Compiles both headline models at a size that suits the device found, checks them against fp64 and times eager, "
-        "Inductor and fxfuse in turn. Exit code 1 if a result is wrong or a chain was not fused.",
+        "Inductor and fxfuse in turn. Prints a table: what each became, its error, its times. Exit code 1 if a result is wrong or a chain "
+        "was not fused.",
     )
     doctor = commands.add_parser(
         "doctor",
         help="show versions, devices, compilers and libraries, what will happen and how to mend it",
-        description="Shows the whole state and what fxfuse will do on each device. Exit code 1 if chains cannot be fused.",
+        description="Prints the whole state (versions, devices, compilers, libraries, variables), what fxfuse will do on each device, and the "
+        "command that mends what is missing. Exit code 1 if chains cannot be fused.",
     )
     doctor.add_argument("--build", action="store_true", help="build what is missing first")
+    explain_command.add_parser(commands)
+    passes_command.add_parser(commands)
     bench.add_parser(commands)
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
@@ -34,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return demo()
     if arguments.command == "bench":
         return bench.main(arguments, argv)
+    if arguments.command == "explain":
+        return explain_command.main(arguments)
+    if arguments.command == "passes":
+        return passes_command.main()
     from .doctor import main as doctor_main
 
     return doctor_main(build=arguments.build)

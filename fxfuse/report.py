@@ -6,13 +6,13 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from . import torch_private
+from . import listeners, torch_private
 
 KEPT_REPORTS = 64
 TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -79,22 +79,33 @@ class Report:
         self.after += other.after
 
     def __str__(self) -> str:
-        from tabulate import tabulate
-
         summary = f"{len(self.fused)} fused, {len(self.declined)} declined in {self.graphs} graph{'' if self.graphs == 1 else 's'}"
         parts = [summary]
         if self.fused:
-            rows = [(f.chain, f.op, f.shapes, _short(f.location), _weighed(f)) for f in self.fused]
-            parts.append(_wrapped(tabulate, rows, ("fused chain", "op", "shapes", "where", "why"), (20, 20, 30, 30, 40)))
+            parts.append(fused_table(self.fused))
         if self.declined:
-            rows = [(d.chain, d.reached, d.node, _short(d.location), d.reason) for d in self.declined]
-            parts.append(_wrapped(tabulate, rows, ("declined chain", "got to", "node", "where", "why"), (20, 12, 20, 30, 48)))
+            parts.append(declined_table(self.declined))
         if self.stopped:
             parts.append(f"stopped: {self.stopped}")
         return "\n\n".join(parts)
 
 
-def _wrapped(tabulate: Callable[..., str], rows: Sequence[Sequence[str]], headers: Sequence[str], widths: Sequence[int]) -> str:
+def fused_table(fused: Sequence[Fused]) -> str:
+    """What was fused, where, and why by this op."""
+    rows = [(f.chain, f.op, f.shapes, short(f.location), _weighed(f)) for f in fused]
+    return wrapped(rows, ("fused chain", "op", "shapes", "where", "why"), (20, 20, 30, 30, 40))
+
+
+def declined_table(declined: Sequence[Declined]) -> str:
+    """The why-not: how far each declined candidate got, where, and the sentence why."""
+    rows = [(d.chain, d.reached, d.node, short(d.location), d.reason) for d in declined]
+    return wrapped(rows, ("declined chain", "got to", "node", "where", "why"), (20, 12, 20, 30, 48))
+
+
+def wrapped(rows: Sequence[Sequence[object]], headers: Sequence[str], widths: Sequence[int]) -> str:
+    """A table whose columns are at most so wide."""
+    from tabulate import tabulate
+
     return tabulate(rows, headers=headers, tablefmt="simple_grid", maxcolwidths=list(widths))
 
 
@@ -103,7 +114,7 @@ def _weighed(fused: Fused) -> str:
     return "\n".join([fused.choice, *(f"{other.op}: {other.verdict}" for other in fused.candidates if other.op != fused.op)])
 
 
-def _short(location: str) -> str:
+def short(location: str) -> str:
     """A location relative to the working directory where it lies below it."""
     here = os.getcwd() + os.sep
     return location.removeprefix(here)
@@ -135,6 +146,7 @@ def keep(report: Report) -> None:
     """Files the report of a real compilation; the oldest of more than KEPT_REPORTS is dropped."""
     with _lock:
         _reports.append(report)
+    listeners.tell(report, "compiled")
 
 
 def reports() -> list[Report]:

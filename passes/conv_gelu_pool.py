@@ -220,7 +220,15 @@ CHAIN = Chain(
     steps=(Step("conv", "conv"), Step("gelu", "gelu"), Step("pool", "adaptive_avg_pool", "mean")),
     requires=requires,
     implementations=(
-        Implementation("conv_gelu_pool", fused_takes, fused_replace, fused_cost),
-        Implementation("gelu_pool", tail_takes, tail_replace, tail_cost),
+        Implementation(
+            "conv_gelu_pool",
+            fused_takes,
+            fused_replace,
+            fused_cost,
+            "the whole chain on a GPU, whose convolution's output never reaches memory: a convolution that is not transposed, of one group and "
+            f"symmetric padding, with weights of up to {MOST_WEIGHTS} padded values; a pool of whole planes",
+        ),
+        Implementation("gelu_pool", tail_takes, tail_replace, tail_cost, "gelu and pool behind any convolution of the chain's, on a GPU or a CPU"),
     ),
+    description="The mean over space, or an adaptive average pool, of the gelu of a convolution, transposed or not, in float32, bfloat16 or float16.",
 )

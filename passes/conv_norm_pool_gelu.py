@@ -298,8 +298,18 @@ CHAIN = Chain(
     ),
     requires=requires,
     implementations=(
-        Implementation("conv_norm_pool_gelu", fused_takes, fused_replace, fused_cost),
-        Implementation("norm_pool_gelu", tail_takes, tail_replace, tail_cost),
+        Implementation(
+            "conv_norm_pool_gelu",
+            fused_takes,
+            fused_replace,
+            fused_cost,
+            "the whole chain on a GPU, whose convolution's output never reaches memory: kernels up to 5, strides of 1 and 2, one group, no dilation, "
+            "symmetric padding; rows up to 256 with the norm over them alone; pool windows up to 4, side by side; one addend, or one a channel",
+        ),
+        Implementation(
+            "norm_pool_gelu", tail_takes, tail_replace, tail_cost, "add, norm, pool and gelu behind any convolution of the chain's, on a GPU or a CPU"
+        ),
     ),
     dims=(3,),
+    description="The gelu of the average-pooled layer norm of a 3-d convolution, transposed or not, plus a sum or none, in float32, bfloat16 or float16.",
 )

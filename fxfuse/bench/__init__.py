@@ -2,7 +2,7 @@
 
     command.py     the command line, its checks, and the run from the first workload to the files
     workloads.py   what is measured: models, inputs, dtypes, precisions, layouts; `sweep.py` lists the sweep's shapes (`shapes.py`),
-                   `user.py` finds your own model
+                   `user.py` takes your own model
     counts.py      operations, and the bytes that a call must move
     contenders.py  who is measured
     rows.py        one workload, all its contenders: errors, peak memory, what fxfuse did; `timing.py` their times
@@ -14,9 +14,8 @@
 from __future__ import annotations
 
 
-class BenchError(Exception):
-    """Something that was asked for cannot be measured; the message is one line for the user. code: the command's exit code."""
+from ..command import CommandError
 
-    def __init__(self, message: str, code: int = 2) -> None:
-        super().__init__(message)
-        self.code = code
+
+class BenchError(CommandError):
+    """Something that was asked for cannot be measured."""

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..command import in_a_word
 from ..measure import fp64_result, relative_error, tf32_result
 from ..report import Report, reports
 from .contenders import CONTENDERS, compiled
 from .counts import Counts, free_bytes, reference_bytes
-from .timing import in_a_word
 from .workloads import Built
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..command import CommandError, check_file
 from . import BenchError
 from .contenders import CONTENDERS, chosen
 
@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Runs the benchmark and returns the exit code. argv: the command line, for the file, which takes no directories of this machine."""
     try:
         return _run(arguments, shlex.join(["fxfuse", *(argument.rpartition("/")[2] for argument in argv)]))
-    except BenchError as error:
+    except CommandError as error:
         print(f"fxfuse bench: {error}", file=sys.stderr)
         return error.code
 
@@ -97,12 +97,7 @@ def _checked(arguments: argparse.Namespace, suite: str) -> list[str]:
     if arguments.resume and not arguments.json:
         raise BenchError("--resume needs --json FILE")
     for option, path in (("--json", arguments.json), ("--chart", arguments.chart)):
-        if path is not None and not path.parent.is_dir():
-            raise BenchError(f"{option} {path}: there is no folder {path.parent}")
-        if path is not None and path.is_dir():
-            raise BenchError(f"{option} {path} is a folder")
-        if path is not None and not os.access(path.parent, os.W_OK):
-            raise BenchError(f"{option} {path}: the folder cannot be written to")
+        check_file(option, path)
     if arguments.chart:
         from . import chart
 

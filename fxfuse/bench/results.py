@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -61,13 +60,6 @@ def commit(checkout: Path) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head if same else f"{head}-dirty"
-
-
-def write(result: dict[str, Any], path: Path) -> None:
-    """Writes the file as a whole or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    partial.replace(path)
 
 
 def resume(result: dict[str, Any], path: Path) -> set[str]:

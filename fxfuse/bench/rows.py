@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from .. import torch_private
+from ..command import in_a_word
 from ..measure import medians, ratio_quartiles
 from .ceilings import Ceilings, number
 from .checks import Reference, Run, reference, run
 from .contenders import applicable
 from .counts import Counts, count
-from .timing import Times, in_a_word, timed
+from .timing import Times, timed
 from .workloads import Workload, switched
 
 # `auto` may take this much longer than the faster of Inductor and the tail op.

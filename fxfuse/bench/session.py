@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from .. import library
+from ..command import write_json
 from ..toolchain import BuildError
-from . import BenchError, ceilings, results, rows, tails, user, workloads
+from . import BenchError, ceilings, rows, tails, user, workloads
 
 Say = Callable[[str], None]
 # Measures one workload.
@@ -128,7 +129,7 @@ def _ceilings(result: dict[str, Any], device: torch.device) -> ceilings.Ceilings
 
 def _save(result: dict[str, Any], path: Path | None) -> None:
     if path is not None:
-        results.write(result, path)
+        write_json(result, path)
 
 
 def _say(text: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..command import in_a_word
 from ..measure import medians, paired_times_of_plain_calls
-from .timing import in_a_word
 from .workloads import CHANNELS_LAST, LAYOUTS, Kind
 
 DTYPES = ("float32", "bfloat16", "float16")

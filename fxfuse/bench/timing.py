@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..command import in_a_word
 from ..measure import Timer, events_timer, graph_timer, in_turn, paired_wall_times
 
 GRAPH, EVENTS = "cuda graph", "events around plain calls"
@@ -53,12 +54,3 @@ def _gpu_timers(calls: Mapping[str, Callable[[], Any]], times: Times) -> dict[st
         except RuntimeError as error:
             times.failed[name] = in_a_word(error)
     return timers
-
-
-def in_a_word(error: BaseException) -> str:
-    """One line that says what went wrong; "out of memory" for that, which torch says at length."""
-    error = getattr(error, "inner_exception", error)  # Dynamo's wrapper around what a backend raised
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error):
-        return "out of memory"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

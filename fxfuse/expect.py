@@ -1,0 +1,73 @@
+"""Expectations: how often each chain must be fused in a model, and what is said of one that does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .chain import Chain, chain_names, chains
+from .options import Options
+from .report import Declined, Fused, Report, short
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """An expectation that does not hold, with the chain's records. absent: why there is no declined candidate to show; else empty."""
+
+    chain: str
+    expected: int
+    fused: tuple[Fused, ...]
+    declined: tuple[Declined, ...]
+    absent: str
+
+    @property
+    def headline(self) -> str:
+        """What was expected and what was found."""
+        wanted = f"to be fused {_times(self.expected)}" if self.expected else "not to be fused"
+        counts = f"found {_times(len(self.fused))}, {len(self.declined)} declined"
+        return f"expected {self.chain} {wanted}, {counts}" + (f": {self.absent}" if self.absent else "")
+
+    def __str__(self) -> str:
+        """The headline with every record of the chain: where it was fused, where it was declined and why."""
+        found = [f"fused at {short(f.location) or f.nodes[0]}" for f in self.fused]
+        found += [f"declined at {short(d.location) or d.node} behind {d.reached}: {d.reason}" for d in self.declined]
+        return "; ".join([self.headline, *found])
+
+
+def check(expected: Mapping[str, int]) -> None:
+    """Raises ValueError for a chain that does not exist or a number of times that cannot be."""
+    for name, times in expected.items():
+        if name not in chain_names():
+            raise ValueError(f"{name!r} is no chain; the chains are {', '.join(chain_names())}")
+        if isinstance(times, bool) or not isinstance(times, int) or times < 0:
+            raise ValueError(f"{name}={times!r}: a chain is expected a number of times, 0 or more")
+
+
+def unmet(report: Report, expected: Mapping[str, int], options: Options) -> list[Unmet]:
+    """The expectations that do not hold; chains that are not named in `expected` are not looked at."""
+    found = (_found(report, chain, expected[chain.name], options) for chain in chains() if chain.name in expected)
+    return [one for one in found if len(one.fused) != one.expected]
+
+
+def _found(report: Report, chain: Chain, times: int, options: Options) -> Unmet:
+    fused = tuple(record for record in report.fused if record.chain == chain.name)
+    declined = tuple(record for record in report.declined if record.chain == chain.name)
+    missing = len(fused) < times and not declined
+    return Unmet(chain.name, times, fused, declined, _absent(report, chain, bool(fused), options) if missing else "")
+
+
+def _absent(report: Report, chain: Chain, some: bool, options: Options) -> str:
+    """Why no candidate was there to decline."""
+    if options.passes is not None and chain.name not in options.passes:
+        return "fxfuse.passes leaves it out"
+    if report.stopped:
+        return f"stopped: {report.stopped}"
+    following = chain.steps[1:]
+    until = next((i for i, step in enumerate(following) if not step.optional), 0)
+    words = [word for step in following[: until + 1] for word in step.words]
+    dims = " or ".join(map(str, chain.dims))
+    return f"no {'other ' if some else ''}{chain.steps[0].name} of {dims} dims is followed by {' or '.join(words)}"
+
+
+def _times(number: int) -> str:
+    return f"{number} time{'' if number == 1 else 's'}"

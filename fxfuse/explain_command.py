@@ -1,0 +1,106 @@
+"""`fxfuse explain`: what would be fused in a model of your own, why not the rest, and whether that is what was expected.
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from .command import CommandError, check_file, in_a_word, write_json
+from .options import SELECT
+
+DESCRIPTION = """Shows what torch.compile(model, backend="fxfuse") would fuse in a model, and why not the rest, without running a kernel.
+
+  module.py:factory        factory() returns (model, tuple of example inputs)
+  package.module:factory   the same, from a module that can be imported
+
+Prints the report: a table of the chains that are fused (op, shapes, line of your code, why this op) and one of those that are not (how far
+the match got, where, a sentence that says why and what to do); then a sentence for each --expect that does not hold."""
+EPILOG = """exit code: 0, 1 if an expectation does not hold, 2 for input that makes no sense, a model that raises among it"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `explain` to the commands."""
+    parser = commands.add_parser(
+        "explain",
+        help="show what would be fused in a model of your own, and why not the rest",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="module.py:factory", help="the function that returns the model and its inputs")
+    parser.add_argument(
+        "--expect", type=_expectation, action="append", default=[], metavar="CHAIN=N", help="exit code 1 unless CHAIN is fused N times; repeatable"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report, the device and versions to this file")
+    parser.add_argument("--grad", action="store_true", help="with gradients on; by default the model is captured under torch.no_grad()")
+    parser.add_argument("--dynamic", action="store_true", help="with every size symbolic, as under torch.compile(dynamic=True)")
+    parser.add_argument("--select", choices=SELECT, help="the option fxfuse.select (default: FXFUSE_SELECT, else auto)")
+    parser.add_argument("--passes", metavar="A,B,...", help="look for these chains only: the option fxfuse.passes")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
+    try:
+        return _run(arguments)
+    except CommandError as error:
+        print(f"fxfuse explain: {error}", file=sys.stderr)
+        return error.code
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    check_file("--json", arguments.json)
+    from . import expect, factory
+    from .chain import chain_names
+    from .options import split
+
+    given = {"fxfuse.select": arguments.select, "fxfuse.passes": arguments.passes}
+    expected = _expected(arguments.expect)
+    try:
+        # An option that is not given leaves the variable in force.
+        options, _ = split({name: value for name, value in given.items() if value is not None}, chain_names())
+        expect.check(expected)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    model, inputs = factory.build(arguments.target)
+    report = _explained(arguments, model, inputs, options)
+    print(report)
+    unmet = [str(one) for one in expect.unmet(report, expected, options)]
+    if unmet:
+        print("", *unmet, sep="\n")
+    if arguments.json:
+        from .report_json import as_json
+
+        asked = {"target": arguments.target, "grad": arguments.grad, "dynamic": arguments.dynamic, "expected": expected, "unmet": unmet}
+        write_json(as_json(report, options, factory.device_of(model, inputs), **asked), arguments.json)
+    return 1 if unmet else 0
+
+
+def _explained(arguments: argparse.Namespace, model: Any, inputs: tuple[Any, ...], options: Any) -> Any:
+    import torch
+
+    from . import api
+
+    try:
+        with torch.set_grad_enabled(arguments.grad):
+            return api.explained(model, inputs, {}, options, arguments.dynamic)
+    except Exception as error:
+        raise CommandError(f"the model of {arguments.target} raises {in_a_word(error)}") from error
+
+
+def _expectation(text: str) -> tuple[str, int]:
+    chain, _, times = text.partition("=")
+    if not chain or not times.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not CHAIN=N, such as conv_gelu_pool=2")
+    return chain, int(times)
+
+
+def _expected(pairs: list[tuple[str, int]]) -> dict[str, int]:
+    expected = dict(pairs)
+    if len(expected) < len(pairs):
+        raise CommandError("--expect names a chain twice")
+    return expected
