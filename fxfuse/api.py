@@ -81,6 +81,8 @@ def _on_fake_state(model: Callable[..., Any], mode: Any) -> Callable[..., Any]:
     """The model as a new function that runs on fake copies of its parameters and buffers; a plain function is just called."""
     module = isinstance(model, nn.Module)
     state = torch_private.faked({**dict(model.named_parameters()), **dict(model.named_buffers())}, mode) if module else {}
+    for tensor in state.values():
+        torch._dynamo.mark_static(tensor)  # as parameters are: under dynamic shapes the inputs' sizes alone vary
 
     def on_fake_state(*args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(model, state, args, kwargs) if module else model(*args, **kwargs)

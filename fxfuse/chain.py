@@ -73,6 +73,12 @@ class Chain:
     dims: tuple[int, ...] = (1, 2, 3)
     description: str = ""
 
+    @property
+    def over(self) -> str:
+        """The convolution's dimensions, for people: "over 1, 2 or 3 dims"."""
+        *others, last = map(str, self.dims)
+        return f"over {', '.join(others)} or {last} dims" if others else f"over {last} dims"
+
 
 def first_failure(conditions: Iterable[Condition]) -> str | None:
     """The sentence of the first condition that does not hold; None if all hold. Later conditions may rely on earlier ones."""

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 from . import explain_command, passes_command
 from .bench import command as bench
-from .command import Parser
+from .command import CommandError, Parser
+from .options import OptionError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns its exit code."""
+    """Runs a subcommand and returns its exit code: 2, with one line on stderr, for input that makes no sense."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments, argv)
+    except CommandError as error:
+        print(f"fxfuse {arguments.command}: {error}", file=sys.stderr)
+        return error.code
+    except OptionError as error:
+        print(f"fxfuse {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> Parser:
     parser = Parser(prog="fxfuse", description="Fuses convolution chains in torch.compile models into single ops.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser(
@@ -31,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain_command.add_parser(commands)
     passes_command.add_parser(commands)
     bench.add_parser(commands)
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if arguments.command == "demo":
         from .demo import main as demo
 

@@ -53,7 +53,7 @@ class Coverage:
         ways = ", ".join(f"{count} {how}" for how, count in sorted(self.graphs.items()) if count)
         total = self.graphs.total()
         table = tabulate(rows, headers, "simple_grid", maxcolwidths=[None, None, None, None, 72])
-        stopped = [f"stopped, {times} times: {sentence}" for sentence, times in sorted(self.stopped.items())]
+        stopped = [f"stopped, {times} time{'' if times == 1 else 's'}: {sentence}" for sentence, times in sorted(self.stopped.items())]
         return "\n".join([f"{total} graph{'' if total == 1 else 's'}: {ways}", table, *stopped])
 
     def _row(self, chain: str) -> tuple[Any, ...]:

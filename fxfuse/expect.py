@@ -24,8 +24,8 @@ class Unmet:
     def headline(self) -> str:
         """What was expected and what was found."""
         wanted = f"to be fused {_times(self.expected)}" if self.expected else "not to be fused"
-        counts = f"found {_times(len(self.fused))}, {len(self.declined)} declined"
-        return f"expected {self.chain} {wanted}, {counts}" + (f": {self.absent}" if self.absent else "")
+        counts = f"fused {_times(len(self.fused))} and declined {_times(len(self.declined))}"
+        return f"expected {self.chain} {wanted}, found it {counts}" + (f": {self.absent}" if self.absent else "")
 
     def __str__(self) -> str:
         """The headline with every record of the chain: where it was fused, where it was declined and why."""
@@ -65,8 +65,8 @@ def _absent(report: Report, chain: Chain, some: bool, options: Options) -> str:
     following = chain.steps[1:]
     until = next((i for i, step in enumerate(following) if not step.optional), 0)
     words = [word for step in following[: until + 1] for word in step.words]
-    dims = " or ".join(map(str, chain.dims))
-    return f"no {'other ' if some else ''}{chain.steps[0].name} of {dims} dims is followed by {' or '.join(words)}"
+    anchor = " or ".join(chain.steps[0].words)
+    return f"no {'other ' if some else ''}{anchor} {chain.over} is followed by {' or '.join(words)}"
 
 
 def _times(number: int) -> str:

@@ -6,7 +6,6 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +43,20 @@ def add_parser(commands: Any) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the command and returns the exit code."""
-    try:
-        return _run(arguments)
-    except CommandError as error:
-        print(f"fxfuse explain: {error}", file=sys.stderr)
-        return error.code
-
-
-def _run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code; raises CommandError for bad input."""
     check_file("--json", arguments.json)
     from . import expect, factory
     from .chain import chain_names
     from .options import split
 
     given = {"fxfuse.select": arguments.select, "fxfuse.passes": arguments.passes}
+    # An option that is not given leaves the variable in force.
+    options, _ = split({name: value for name, value in given.items() if value is not None}, chain_names())
     expected = _expected(arguments.expect)
     try:
-        # An option that is not given leaves the variable in force.
-        options, _ = split({name: value for name, value in given.items() if value is not None}, chain_names())
         expect.check(expected)
     except ValueError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(f"--expect: {error}") from error
     model, inputs = factory.build(arguments.target)
     report = _explained(arguments, model, inputs, options)
     print(report)
@@ -83,13 +74,14 @@ def _run(arguments: argparse.Namespace) -> int:
 def _explained(arguments: argparse.Namespace, model: Any, inputs: tuple[Any, ...], options: Any) -> Any:
     import torch
 
-    from . import api
+    from . import api, torch_private
 
     try:
         with torch.set_grad_enabled(arguments.grad):
             return api.explained(model, inputs, {}, options, arguments.dynamic)
     except Exception as error:
-        raise CommandError(f"the model of {arguments.target} raises {in_a_word(error)}") from error
+        sentence = f"the model of {arguments.target} raises {in_a_word(torch_private.cause(error))} {torch_private.user_line(error)}"
+        raise CommandError(sentence.strip()) from error
 
 
 def _expectation(text: str) -> tuple[str, int]:

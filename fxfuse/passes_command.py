@@ -41,10 +41,10 @@ def main() -> int:
 def _rows(chain: Chain) -> Iterator[tuple[str, str, str, str]]:
     """A row for each implementation; the chain's own cells are filled in the first one alone."""
     steps = [f"{step.name}: {_accepts(step)}" for step in chain.steps]
-    steps[0] += f" of {' or '.join(map(str, chain.dims))} dims"
+    steps[0] += f" {chain.over}"
     own = (chain.name, "\n".join(steps))
     for implementation in chain.implementations:
-        yield (*own, f"fxfuse::{implementation.op}", implementation.description)
+        yield *own, f"fxfuse::{implementation.op}", implementation.description
         own = ("", "")
 
 

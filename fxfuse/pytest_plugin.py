@@ -69,7 +69,8 @@ class _Counting:
             self.coverage.merge(counted)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.section("fxfuse coverage")
+        terminalreporter.write_sep("=", "fxfuse coverage")
         terminalreporter.write_line(str(self.coverage))
         if self.lost:
-            terminalreporter.write_line(f"{self.lost} pytest-xdist worker(s) crashed: what they counted is missing")
+            workers = f"{self.lost} pytest-xdist worker{'' if self.lost == 1 else 's'}"
+            terminalreporter.write_line(f"{workers} crashed: what they counted is missing")

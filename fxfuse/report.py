@@ -15,7 +15,8 @@ from torch import fx
 from . import listeners, torch_private
 
 KEPT_REPORTS = 64
-TORCH = os.path.dirname(torch.__file__) + os.sep
+# Whose frames are not the user's: torch's, and the function that `explain` wraps around a model.
+FOREIGN = (os.path.dirname(torch.__file__) + os.sep, os.path.join(os.path.dirname(__file__), "api.py"))
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def location_of(node: fx.Node) -> str:
     """`file:line` of the user's code that made the node; empty where the graph holds no stack trace."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     # torch.export traces through nn.Module.forward: the frame to show is the innermost one outside torch.
-    own = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames
+    own = [frame for frame in frames if not frame[0].startswith(FOREIGN)] or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 

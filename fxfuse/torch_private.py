@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -205,8 +205,17 @@ def static_capture() -> AbstractContextManager[None]:
 def user_line(error: BaseException) -> str:
     """"at file:line" of the innermost frame outside torch and fxfuse that led to `error`; empty if there is none."""
     packages = tuple(os.path.dirname(os.path.abspath(module.__file__)) for module in (torch, sys.modules[__package__]))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not os.path.abspath(frame.filename).startswith(packages)]
+    # What Dynamo raises while it captures has the frames that it was reading, which are not running, as an attribute.
+    frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
+    frames = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(packages)]
     return f"at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def cause(error: BaseException) -> BaseException:
+    """What the model raised, out of the exceptions of its own that Dynamo wraps around it."""
+    while isinstance(error, TorchDynamoException) and (error.__cause__ or error.__context__):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def readable(graph: fx.Graph) -> str:

@@ -83,6 +83,13 @@ def test_a_declined_candidate_says_how_far_it_got_and_where() -> None:
     assert declined.location == f"{__file__}:{run.__code__.co_firstlineno + 1}"
 
 
+def test_a_location_is_never_in_fxfuse() -> None:
+    """A model of torch's own modules has no line of the user's: torch's is shown, not that of the wrapper around the model."""
+    with torch.no_grad():
+        report = fxfuse.explain(nn.Sequential(nn.Conv2d(4, 8, 3), nn.GELU(), nn.ReLU()), image())
+    assert "/torch/nn/" in report.declined[0].location
+
+
 def test_the_table() -> None:
     with torch.no_grad():
         text = str(fxfuse.explain(Branching(), image()))

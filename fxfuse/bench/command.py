@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command import CommandError, check_file
+from ..command import check_file
+from ..options import split
 from . import BenchError
 from .contenders import CONTENDERS, chosen
 
@@ -56,20 +56,18 @@ def add_parser(commands: Any) -> None:
 
 
 def main(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Runs the benchmark and returns the exit code. argv: the command line, for the file, which takes no directories of this machine."""
-    try:
-        return _run(arguments, shlex.join(["fxfuse", *(argument.rpartition("/")[2] for argument in argv)]))
-    except CommandError as error:
-        print(f"fxfuse bench: {error}", file=sys.stderr)
-        return error.code
+    """Runs the benchmark and returns the exit code; raises CommandError for bad input.
 
-
-def _run(arguments: argparse.Namespace, command: str) -> int:
+    argv: the command line, for the file, which takes no directories of this machine.
+    """
     start = time.monotonic()
+    command = shlex.join(["fxfuse", *(argument.rpartition("/")[2] for argument in argv)])
     suite = arguments.what if arguments.what in SUITES else "model"
     names = _checked(arguments, suite)
+    from ..chain import chain_names
     from . import chart, results, session, table
 
+    split(None, chain_names())  # raises OptionError for a variable that makes no sense
     device, items = session.prepared(arguments, suite, names)
     result = results.header(suite, device, arguments.rounds, command)
     done = results.resume(result, arguments.json) if arguments.resume else set()
