@@ -15,8 +15,9 @@ from torch import fx
 from . import listeners, torch_private
 
 KEPT_REPORTS = 64
-# Whose frames are not the user's: torch's, and the function that `explain` wraps around a model.
-FOREIGN = (os.path.dirname(torch.__file__) + os.sep, os.path.join(os.path.dirname(__file__), "api.py"))
+TORCH = os.path.dirname(torch.__file__) + os.sep
+# What `explain` wraps around a model.
+WRAPPERS = (f"{TORCH}nn/utils/stateless.py", f"{TORCH}_functorch/functional_call.py", os.path.join(os.path.dirname(__file__), "api.py"))
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ def short(location: str) -> str:
 def location_of(node: fx.Node) -> str:
     """`file:line` of the user's code that made the node; empty where the graph holds no stack trace."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if frame[0] not in WRAPPERS]
     # torch.export traces through nn.Module.forward: the frame to show is the innermost one outside torch.
-    own = [frame for frame in frames if not frame[0].startswith(FOREIGN)] or frames
+    own = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 

@@ -57,7 +57,7 @@ def run(folder: Path, tests: str, *arguments: str, **env: str) -> str:
     kept = {name: value for name, value in os.environ.items() if name not in ("FXFUSE_SELECT", "FXFUSE_STRICT", "FXFUSE_PASSES", "PYTEST_ADDOPTS")}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *PLUGIN, *arguments, "test_own.py"]
     done = subprocess.run(command, cwd=folder, env={**kept, **env}, capture_output=True, text=True, timeout=300)
-    assert not done.stderr or "compiling" in done.stderr, done.stderr  # the library's first build says so
+    assert done.returncode in (0, 1), done.stdout + done.stderr
     return done.stdout
 
 
