@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -67,9 +68,11 @@ def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise CommandError(f"there is no file {path}")
     sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # A name of its own: Dynamo finds a module's globals by its name, and another module may have the file's.
+    name = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # where pickling and dataclasses look
+    sys.modules[name] = module  # where Dynamo, pickling and dataclasses look
     spec.loader.exec_module(module)
     return module
 

@@ -99,11 +99,11 @@ def test_a_model_of_the_users(model: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_module_by_its_dotted_name(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (model.parent / "nested").mkdir()
-    model.rename(model.parent / "nested" / "own.py")
+    (model.parent / "own_package").mkdir()
+    model.rename(model.parent / "own_package" / "own.py")
     monkeypatch.chdir(model.parent)
-    assert main(["bench", "nested.own:factory", "--contenders", "eager", "--rounds", "1"]) == 0
-    assert "nested.own:factory" in capsys.readouterr().out
+    assert main(["bench", "own_package.own:factory", "--contenders", "eager", "--rounds", "1"]) == 0
+    assert "own_package.own:factory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

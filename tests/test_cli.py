@@ -217,3 +217,9 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert all(f"\n    {command} " in done.stdout for command in COMMANDS)
+
+
+def test_a_file_with_the_name_of_an_imported_module(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").rename("json.py")
+    assert explain("json.py:factory", "--select", "always", "--expect", "conv_gelu_pool=1") == 0
+    assert f"json.py:{line_of('self.first(x)')} " in capsys.readouterr().out
