@@ -10,6 +10,7 @@ Importing this package touches no device and compiles nothing.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ __all__ = ["Report", "explain", "reports", "rewrite"]
 # Imported from a checkout (`python -m pytest` puts it first on the path), `passes/` lies beside this folder and not in it.
 if not (Path(__file__).parent / "passes").is_dir() and (Path(__file__).parents[1] / "passes" / "__init__.py").is_file():
     __path__.append(str(Path(__file__).parents[1]))
+
+if os.environ.get("FXFUSE_LOG"):
+    import_module(".logs", __name__).set_level(os.environ["FXFUSE_LOG"])
 
 _HOMES = {"Report": "report", "explain": "api", "reports": "report", "rewrite": "api"}
 

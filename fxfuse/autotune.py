@@ -20,6 +20,7 @@ from torch import fx
 from . import precision, torch_private
 from .build import build_hash
 from .chain import Implementation
+from .cut import cut_out, inputs_of, sizes_vary
 from .match import Match, find
 from .measure import medians, paired_times
 from .replacement import rewritten
@@ -28,7 +29,7 @@ from .values import value_of
 from .view import GraphView
 from .weigh import INDUCTOR, Timer
 
-log = logging.getLogger("fxfuse")
+log = logging.getLogger(__name__)
 
 ROUNDS = 15
 # Of the free memory that candidates may take; they run one after the other, but a captured call keeps its buffers.
@@ -46,7 +47,7 @@ def timer(mode: str | None, rest: Mapping[str, Any]) -> Timer | None:
     inductor = torch_private.inductor("max-autotune-no-cudagraphs" if mode == "max-autotune" else mode, rest)
 
     def times(match: Match, implementations: Sequence[Implementation]) -> Mapping[str, float] | str:
-        gm = cut_out(match)
+        gm = _alone(match)
         if isinstance(gm, str):
             return gm
         kept = _kept_at(gm, match, implementations, f"{mode} {sorted(rest.items(), key=str)}")
@@ -66,31 +67,18 @@ def timer(mode: str | None, rest: Mapping[str, Any]) -> Timer | None:
     return times
 
 
-def cut_out(match: Match) -> fx.GraphModule | str:
-    """The match's nodes as a graph of their own, whose inputs are placeholders; a sentence if it cannot be one of known sizes."""
-    graph, copied = fx.Graph(), {}
+def _alone(match: Match) -> fx.GraphModule | str:
+    """The match as a graph module of its own; a sentence if it cannot be one of known sizes."""
+    graph = cut_out(match.in_order)
+    if isinstance(graph, str):
+        return graph
     module = match.anchor.node.graph.owning_module
-    for node in match.anchor.node.graph.nodes:
-        if node not in match.nodes:
-            continue
-        for source in (source for source in node.all_input_nodes if source not in copied):
-            value = value_of(source)
-            if not isinstance(value, torch.Tensor):
-                return f"{source.name} is not a tensor"
-            copied[source] = graph.placeholder(f"input_{len(copied)}")
-            copied[source].meta = dict(source.meta)
-        copied[node] = graph.node_copy(node, copied.__getitem__)
-    graph.output((copied[match.last.result],))
-    shapes = [value_of(node).shape for node in graph.nodes if isinstance(value_of(node), torch.Tensor)]
-    if any(not isinstance(size, int) for shape in shapes for size in shape):
-        return "sizes vary"
-    return fx.GraphModule(module if module is not None else torch.nn.Module(), graph)
+    return "sizes vary" if sizes_vary(graph) else fx.GraphModule(module if module is not None else torch.nn.Module(), graph)
 
 
 def _measured(gm: fx.GraphModule, match: Match, implementations: Sequence[Implementation], inductor: Inductor) -> dict[str, float]:
-    values = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
     with torch_private.outside_compilation():
-        inputs = [_random(value) for value in values]
+        inputs = [_random(value) for value in inputs_of(gm.graph)]
         calls = {INDUCTOR: inductor(_copy(gm, gm.graph), inputs)}
         for implementation in implementations:
             own = next(found for found in find(GraphView(gm.graph), match.chain) if isinstance(found, Match))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from . import autotune, engine, precision, torch_private
+from . import autotune, dump, engine, precision, torch_private
 from .build import build_hash
 from .chain import chain_names
 from .options import Options, split
 from .report import Report, keep
 from .weigh import Timer
 
-log = logging.getLogger("fxfuse")
+log = logging.getLogger(__name__)
 
 
 def fxfuse(
@@ -33,11 +34,27 @@ def fxfuse(
     `fxfuse.strict`, NotFusedError for a candidate that is left alone and whatever an exception inside fxfuse is.
     """
     own, rest = split(options, chain_names())
-    inductor = torch_private.inductor(mode or own.mode, rest)
+    own = replace(own, mode=mode or own.mode)
+    with dump.recorded(gm, own, rest) as record:
+        report, compiled = _fused_and_compiled(gm, example_inputs, own, rest, record)
+    engine.count(report)
+    keep(report)
+    log.info("graph %s: %s", torch_private.compile_id(), report)
+    return compiled
+
+
+fxfuse.reset = torch_private.reset_inductor
+
+
+def _fused_and_compiled(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], own: Options, rest: Mapping[str, Any], record: dump.Record
+) -> tuple[Report, Callable[..., Any]]:
+    inductor = torch_private.inductor(own.mode, rest)
     original = gm.graph
-    report = fuse_in_place(gm, own, autotune.timer(mode or own.mode, rest))
+    report = fuse_in_place(gm, own, autotune.timer(own.mode, rest))
+    record.rewritten(report)
     try:
-        compiled = precision.compiled(gm, example_inputs, lambda inputs: _compiled(gm, inputs, inductor))
+        return report, precision.compiled(gm, example_inputs, lambda inputs: _compiled(gm, inputs, inductor))
     except torch_private.Restart:
         raise  # this attempt is void; the next one reports
     except Exception:
@@ -47,13 +64,7 @@ def fxfuse(
         gm.graph = original
         report.fused.clear()
         report.stopped = "Inductor does not compile the rewritten graph; the log holds the exception"
-        compiled = inductor(gm, example_inputs)
-    engine.count(report)
-    keep(report)
-    return compiled
-
-
-fxfuse.reset = torch_private.reset_inductor
+        return report, inductor(gm, example_inputs)
 
 
 def fuse_in_place(gm: fx.GraphModule, options: Options, timer: Timer | None = None) -> Report:

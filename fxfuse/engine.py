@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 from torch._dynamo.utils import counters
@@ -20,14 +19,16 @@ from .values import attribute_of, value_of
 from .view import GraphView, read
 from .weigh import Timer, Weighed, weigh
 
-log = logging.getLogger("fxfuse")
-
 # Whether the kernels for a device ("cpu", "cuda:0") can be used: None, or the sentence why not.
 Availability = Callable[[str], "str | None"]
 
 
 class NotFusedError(RuntimeError):
-    """Under `fxfuse.strict`, a candidate was not fused."""
+    """Under `fxfuse.strict`, a candidate was not fused. report: what was found; nothing was rewritten."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__("; ".join(f"{d.chain} at {d.location or d.node}: {d.reason}" for d in report.declined))
+        self.report = report
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def fuse(
     plans = plan(view, options, unavailable, timer, report)
     decline_nested(graph, options, report)
     if options.strict and report.declined:
-        raise NotFusedError("; ".join(f"{d.chain} at {d.location or d.node}: {d.reason}" for d in report.declined))
+        raise NotFusedError(report)
     if not plans:
         return graph, report
     result = rewritten(graph, [(p.match, p.weighed.taken.replace) for p in plans])
@@ -74,16 +75,19 @@ def plan(view: GraphView, options: Options, unavailable: Availability, timer: Ti
     return sorted(plans, key=lambda p: view.order[p.match.anchor.node])
 
 
-def decline_nested(graph: fx.Graph, options: Options, report: Report) -> None:
+def decline_nested(graph: fx.Graph, options: Options, report: Report, path: str = "") -> None:
     """Declines the candidates in the bodies of higher-order ops (checkpoint, cond): only the graph itself is rewritten."""
-    bodies = (attribute_of(node) for node in graph.nodes if node.op == "get_attr")
-    for body in (body for body in bodies if isinstance(body, fx.GraphModule)):
+    bodies = {f"{path}{node.target}": attribute_of(node) for node in graph.nodes if node.op == "get_attr"}
+    for name, body in bodies.items():
+        if not isinstance(body, fx.GraphModule):
+            continue
         view = GraphView(body.graph)
         for chain in _chains_on(options):
             for found in find(view, chain):
-                call, reached = (found.call, found.reached) if isinstance(found, Miss) else (found.anchor, list(found.calls)[-1])
-                report.declined.append(_declined(chain, reached, call.node, "it is in the body of a higher-order op (checkpoint, cond)"))
-        decline_nested(body.graph, options, report)
+                call = found.call if isinstance(found, Miss) else found.anchor
+                declined = _declined(found, call.node, "it is in the body of a higher-order op (checkpoint, cond)")
+                report.declined.append(replace(declined, body=name))
+        decline_nested(body.graph, options, report, f"{name}.")
 
 
 def count(report: Report) -> None:
@@ -102,37 +106,38 @@ def _decide(
     view: GraphView, found: Match | Miss, options: Options, unavailable: Availability, timer: Timer | None, taken: set[fx.Node]
 ) -> Plan | Declined:
     if isinstance(found, Miss):
-        return _declined(found.chain, found.reached, found.call.node, found.reason)
-    reached = list(found.calls)[-1]
+        return _declined(found, found.call.node, found.reason)
     overlap = next((node for node in found.nodes if node in taken), None)
     if overlap is not None:
-        return _declined(found.chain, reached, overlap, f"{overlap.name} already belongs to another fused chain")
+        return _declined(found, overlap, f"{overlap.name} already belongs to another fused chain")
     unsafe = refusal(view, found)
     if unsafe is not None:
-        return _declined(found.chain, reached, *unsafe)
+        return _declined(found, *unsafe)
     reason = first_failure(found.chain.requires(**found.calls))
     if reason is not None:
-        return _declined(found.chain, reached, found.anchor.node, reason)
+        return _declined(found, found.anchor.node, reason)
     if options.select == "never":
-        return _declined(found.chain, reached, found.anchor.node, 'fxfuse.select is "never"')
+        return _declined(found, found.anchor.node, 'fxfuse.select is "never"')
     missing = unavailable(str(found.anchor.value.device))
     if missing is not None:
-        return _declined(found.chain, reached, found.anchor.node, missing)
+        return _declined(found, found.anchor.node, missing)
     weighed = weigh(found, options, timer)
     if weighed.taken is None:
-        return _declined(found.chain, reached, found.anchor.node, weighed.why)
+        return _declined(found, found.anchor.node, weighed.why)
     return Plan(found, weighed)
 
 
-def _declined(chain: Chain, reached: str, node: fx.Node, reason: str) -> Declined:
-    return Declined(chain.name, reached, node.name, reason, location_of(node))
+def _declined(found: Match | Miss, node: fx.Node, reason: str) -> Declined:
+    reached = found.reached if isinstance(found, Miss) else list(found.calls)[-1]
+    nodes = tuple(inner.name for inner in found.in_order)
+    return Declined(found.chain.name, reached, node.name, reason, location_of(node), nodes)
 
 
 def _fused(plan: Plan) -> Fused:
     match, weighed = plan.match, plan.weighed
     values = (match.anchor.tensor("input"), match.anchor.value, match.last.value)
     shapes = " -> ".join(text_of(value.shape) for value in values)
-    names = tuple(node.name for call in match.present for node in call.nodes)
+    names = tuple(node.name for node in match.in_order)
     return Fused(match.chain.name, weighed.taken.op, names, shapes, weighed.why, location_of(match.anchor.node), weighed.candidates)
 
 

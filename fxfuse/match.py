@@ -32,18 +32,24 @@ class Match:
         return self.present[-1]
 
     @property
+    def in_order(self) -> tuple[fx.Node, ...]:
+        """The nodes in chain order."""
+        return tuple(node for call in self.present for node in call.nodes)
+
+    @property
     def nodes(self) -> set[fx.Node]:
-        return {node for call in self.present for node in call.nodes}
+        return set(self.in_order)
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A candidate that is no match: the last step that was found, and why the next one was not."""
+    """A candidate that is no match: the last step that was found, why the next one was not, and the nodes up to there."""
 
     chain: Chain
     reached: str
     call: Call
     reason: str
+    in_order: tuple[fx.Node, ...]
 
 
 def find(view: GraphView, chain: Chain) -> Iterator[Match | Miss]:
@@ -64,7 +70,9 @@ def _follow(view: GraphView, chain: Chain, anchor: Call) -> Match | Miss | None:
         if following is not None:
             current, reached = following, step
         elif not step.optional:
-            return None if current is anchor else Miss(chain, reached.name, current, _stopped(view, current, step))
+            if current is anchor:
+                return None
+            return Miss(chain, reached.name, current, _stopped(view, current, step), Match(chain, calls).in_order)
     return Match(chain, calls)
 
 

@@ -186,10 +186,11 @@ def _wall_ms(contender: Contender) -> float:
 
 def fp64_result(model: nn.Module, *inputs: Any) -> Any:
     """The model's result in fp64, on a copy of the model; parameters and inputs as they are, only widened."""
-    return copy.deepcopy(model).double()(*torch.utils._pytree.tree_map_only(torch.Tensor, _widened, inputs))
+    return copy.deepcopy(model).double()(*torch.utils._pytree.tree_map_only(torch.Tensor, widened, inputs))
 
 
-def _widened(x: torch.Tensor) -> torch.Tensor:
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """In fp64, where it is a floating-point tensor."""
     return x.double() if x.is_floating_point() else x
 
 
@@ -197,11 +198,11 @@ def tf32_result(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     """The fp64 result of the model whose convolution's fp32 operands are first rounded to TF32: the error that TF32 stands for."""
     model = copy.deepcopy(model)
     convolution = next(module for module in model.modules() if isinstance(module, CONVOLUTIONS))
-    convolution.weight.copy_(_tf32(convolution.weight))
-    return fp64_result(model, *map(_tf32, inputs))
+    convolution.weight.copy_(rounded_to_tf32(convolution.weight))
+    return fp64_result(model, *map(rounded_to_tf32, inputs))
 
 
-def _tf32(x: torch.Tensor) -> torch.Tensor:
+def rounded_to_tf32(x: torch.Tensor) -> torch.Tensor:
     """fp32 rounded to TF32's 10 bits of mantissa, to nearest, ties away from zero, as cvt.rna.tf32 does."""
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 

@@ -6,6 +6,7 @@
 | `fxfuse.strict` | `FXFUSE_STRICT` | a bool; `1`/`0` in the variable     | `False` |
 | `fxfuse.passes` | `FXFUSE_PASSES` | chain names, list or comma-separated | all     |
 | `fxfuse.mode`   | `FXFUSE_MODE`   | an Inductor mode                    | none    |
+| `fxfuse.dump`   | `FXFUSE_DUMP`   | a directory                         | none    |
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ class Options:
     strict: a candidate that is not fused, or an exception inside fxfuse, is an error.
     passes: names of the chains that are looked for; None for all.
     mode: an Inductor mode, for use beside other options (torch.compile itself refuses `mode=` next to `options=`).
+    dump: a directory in which every graph that is compiled through the backend gets a folder (see `fxfuse.dump`).
     """
 
     select: str = "auto"
     strict: bool = False
     passes: tuple[str, ...] | None = None
     mode: str | None = None
+    dump: str | None = None
 
 
 def split(options: Mapping[str, Any] | None, known_passes: tuple[str, ...]) -> tuple[Options, dict[str, Any]]:
@@ -95,4 +98,16 @@ def _mode(source: str, value: Any, _: tuple[str, ...]) -> str | None:
     return None if value == "default" else value
 
 
-_READ: Mapping[str, Callable[[str, Any, tuple[str, ...]], Any]] = {"select": _select, "strict": _strict, "passes": _passes, "mode": _mode}
+def _dump(source: str, value: Any, _: tuple[str, ...]) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise OptionError(f"{source}={value!r} is not a directory's path")
+    return os.fspath(value)
+
+
+_READ: Mapping[str, Callable[[str, Any, tuple[str, ...]], Any]] = {
+    "select": _select,
+    "strict": _strict,
+    "passes": _passes,
+    "mode": _mode,
+    "dump": _dump,
+}

@@ -48,13 +48,18 @@ class Fused:
 
 @dataclass(frozen=True)
 class Declined:
-    """A candidate that was left as it was: how far the match got, the node where it stopped, and a sentence to act on."""
+    """A candidate that was left as it was: how far the match got, the node where it stopped, and a sentence to act on.
+
+    nodes: the chain's nodes as far as the match got. body: the attribute that holds their graph, if it is the body of a higher-order op.
+    """
 
     chain: str
     reached: str
     node: str
     reason: str
     location: str
+    nodes: tuple[str, ...] = ()
+    body: str = ""
 
 
 @dataclass

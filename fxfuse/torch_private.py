@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,13 @@ def hint(value: Any) -> int:
     if not isinstance(value, torch.SymInt):
         return int(value)
     return int(value.node.hint) if value.node.has_hint() else 1
+
+
+def example_of(value: Any) -> int | float | bool | None:
+    """The number itself, or the example value behind a symbolic one; None for anything else. Installs no guard."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value.node.hint if value.node.has_hint() else constant_of(value)
+    return value if isinstance(value, (int, float)) else None
 
 
 def constant_of(value: Any) -> int | float | bool | None:
@@ -219,8 +227,41 @@ def cause(error: BaseException) -> BaseException:
 
 
 def readable(graph: fx.Graph) -> str:
-    """The graph as Python code with shapes and dtypes where they are known."""
-    return graph.python_code("self", verbose=True).src
+    """The graph as Python code, each value annotated with dtype, shape, strides and device where they are known, under the user's lines.
+
+    Bodies of higher-order ops follow. `GraphModule.print_readable` would need the graph to be a module's.
+    """
+    code = graph.python_code("self", verbose=True, include_stride=True, include_device=True, expanded_def=True).src
+    bodies = [(node.target, getattr(graph.owning_module, str(node.target), None)) for node in graph.find_nodes(op="get_attr")]
+    nested = [f"# self.{name}\n{readable(body.graph)}" for name, body in bodies if isinstance(body, fx.GraphModule)]
+    return "\n\n".join([code.strip() + "\n", *nested])
+
+
+def imports_of(graph: fx.Graph) -> str:
+    """The import statements that the graph's code needs; raises where it calls what cannot be imported."""
+    from torch.fx.graph_module import _format_import_block
+    from torch.package import sys_importer
+
+    code = graph.python_code("self")
+    used = {name: value for name, value in code.globals.items() if re.search(rf"(?<![\w.]){name}\b", code.src)}
+    return _format_import_block({"torch": torch, **used}, sys_importer)
+
+
+def tracing() -> bool:
+    """Whether somebody listens to torch's structured trace (`TORCH_TRACE`, which tlparse reads)."""
+    return bool(torch._logging._internal.trace_log.handlers)
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Adds an artifact to torch's structured trace, under the current compile id. encoding: "string" or "json"."""
+    metadata = {"name": name, "encoding": encoding}
+    torch._logging.trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload, expect_trace_id=False)
+
+
+def compile_id() -> str | None:
+    """Dynamo's name of the compilation that is going on ("0/0"), as logs and tlparse show it."""
+    current = torch._guards.CompileContext.current_compile_id()
+    return None if current is None else str(current)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

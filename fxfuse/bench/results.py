@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import platform
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__
+from ..environment import device_name, versions
 from . import BenchError
 
 SCHEMA = 1
@@ -28,10 +27,7 @@ def header(suite: str, device: torch.device, rounds: int, command: str) -> dict[
         "schema": SCHEMA,
         "suite": suite,
         "device": device_name(device),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "fxfuse": __version__,
+        **versions(),
         "commit": commit(Path(__file__).parents[2]),
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -40,13 +36,6 @@ def header(suite: str, device: torch.device, rounds: int, command: str) -> dict[
         "ceilings": None,
         "rows": [],
     }
-
-
-def device_name(device: torch.device) -> str:
-    """A GPU's name; a CPU by its instruction set and threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{torch.backends.cpu.get_cpu_capability()} CPU, {torch.get_num_threads()} threads"
 
 
 def commit(checkout: Path) -> str | None:

@@ -1,0 +1,128 @@
+"""What a dump's `repro_*.py` calls: eager, Inductor and fxfuse on one chain, their errors against fp64 and their times."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from . import torch_private
+from .bench.timing import in_a_word, timed
+from .measure import medians, relative_error, rounded_to_tf32, widened
+from .report import reports
+
+ROUNDS = 15
+# A result may err twice as much as eager's does, or as rounding the operands to TF32 does where that is allowed, and by rounding noise.
+ERROR_FACTOR, ERROR_FLOOR = 2.0, 1e-6
+
+Chain = Callable[..., Any]
+Inputs = Callable[[], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the chain was compiled: fxfuse's and Inductor's options, whether gradients were on and TF32 allowed in cuDNN's convolutions, and
+    the autocast regions around it (device type, dtype, enabled)."""
+
+    select: str = "auto"
+    passes: Sequence[str] | None = None
+    mode: str | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    grad: bool = False
+    tf32: bool = False
+    autocast: Sequence[tuple[str, str | None, bool]] = ()
+
+
+def tensor(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: str, offset: int = 0, requires_grad: bool = False
+) -> torch.Tensor:
+    """A tensor of random values with these strides; integers and bools are 0 or 1."""
+    length = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride)) if all(shape) else 0
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = dtype if dtype.is_complex or dtype.itemsize > 1 else torch.float32
+        values = torch.randn(length, dtype=wide, device=device).to(dtype)
+    else:
+        values = torch.randint(0, 2, (length,), device=device).to(dtype)
+    return values.as_strided(shape, stride, offset).requires_grad_(requires_grad)
+
+
+def compare(chain: Chain, inputs: Inputs, setting: Setting) -> int:
+    """Prints the table and what fxfuse did. Returns 1, with a sentence on stderr, if fxfuse's result is wrong or could not be had."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if setting.tf32 else "ieee"
+    calls, device = _contenders(chain, setting), inputs()[0].device
+    with torch.no_grad():
+        expected = chain(*map(widened, inputs()))
+    errors, failed = _errors(calls, inputs, setting, expected)
+    allowed = _allowed(chain, inputs, setting, errors, expected)
+    del expected
+    given = inputs()
+    with _state(setting):
+        times = timed({name: functools.partial(calls[name], *given) for name in errors}, device, ROUNDS)
+    failed = {**failed, **times.failed}
+    milliseconds = medians({name: times.compared[name] for name in errors if name in times.compared})
+    rows = [(name, _text(milliseconds.get(name), ".4f"), _text(errors.get(name), ".1e"), failed.get(name, "")) for name in calls]
+    print(tabulate(rows, headers=("", "ms", "error", ""), disable_numparse=True), end="\n\n")
+    print(*reports()[-1:], end="\n\n")
+    return _verdict(errors, failed, allowed)
+
+
+def _contenders(chain: Chain, setting: Setting) -> dict[str, Chain]:
+    own = {"select": setting.select, "passes": setting.passes, "mode": setting.mode, "strict": False, "dump": None}
+    options = {**{f"fxfuse.{name}": value for name, value in own.items()}, **setting.inductor}
+    inductor = torch_private.inductor(setting.mode, setting.inductor)
+    return {
+        "eager": chain,
+        "inductor": torch.compile(chain, backend=inductor, dynamic=False),
+        "fxfuse": torch.compile(chain, backend="fxfuse", options=options, dynamic=False),
+    }
+
+
+@contextlib.contextmanager
+def _state(setting: Setting) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(setting.grad))
+        for type, dtype, enabled in setting.autocast:
+            stack.enter_context(torch.autocast(type, dtype and getattr(torch, dtype), enabled))
+        yield
+
+
+def _errors(calls: Mapping[str, Chain], inputs: Inputs, setting: Setting, expected: Any) -> tuple[dict[str, float], dict[str, str]]:
+    """Relative errors of the contenders that run, and a line for each that does not. Inputs are made anew: a chain may write to them."""
+    errors, failed = {}, {}
+    with _state(setting):
+        for name, call in calls.items():
+            try:
+                errors[name] = relative_error(call(*inputs()), expected)
+            except Exception as error:
+                failed[name] = in_a_word(error)
+    return errors, failed
+
+
+@torch.no_grad()
+def _allowed(chain: Chain, inputs: Inputs, setting: Setting, errors: Mapping[str, float], expected: Any) -> float:
+    given = inputs()
+    # Where eager has no kernel (a CPU's avg_pool3d in bf16), the rounding of the inputs' dtype stands for its error.
+    coarsest = max(torch.finfo(x.dtype).eps for x in given if x.is_floating_point())
+    allowed = [ERROR_FLOOR, ERROR_FACTOR * errors.get("eager", coarsest)]
+    if setting.tf32 and given[0].is_cuda:
+        rounded = [rounded_to_tf32(x.detach()) if x.dtype == torch.float32 else x for x in given]
+        allowed.append(ERROR_FACTOR * relative_error(chain(*map(widened, rounded)), expected))
+    return max(allowed)
+
+
+def _verdict(errors: Mapping[str, float], failed: Mapping[str, str], allowed: float) -> int:
+    if "fxfuse" in errors and errors["fxfuse"] <= allowed:
+        return 0
+    told = f"errs by {errors['fxfuse']:.1e}, more than the allowed {allowed:.1e}" if "fxfuse" in errors else f"failed: {failed['fxfuse']}"
+    print(f"fxfuse {told}", file=sys.stderr)
+    return 1
+
+
+def _text(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)

@@ -1,0 +1,144 @@
+"""Scripts that rebuild one chain of a compiled graph alone: same ops, shapes, dtypes, strides, devices and state, random data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import precision, torch_private
+from .cut import cut_out, inputs_of
+from .document import Repro
+from .options import Options
+from .report import Declined, Fused, Report
+
+SCRIPT = '''"""{title}
+
+Where it stands: {where}.
+Rebuilds this chain alone, with random data in the shapes, dtypes and strides that it had (sizes that vary: those of the example inputs),
+and compares eager, Inductor and fxfuse: time, and error against fp64. Exit code 1 if fxfuse's error is too large.
+"""
+
+import sys
+
+{imports}
+from fxfuse.compare import Setting, compare, tensor
+
+
+{code}
+
+def inputs():
+    """Fresh inputs, the same at every call."""
+    torch.manual_seed(0)
+    return [
+{tensors}
+    ]
+
+
+SETTING = Setting(
+{setting}
+)
+
+if __name__ == "__main__":
+    sys.exit(compare(chain, inputs, SETTING))
+'''
+
+
+@dataclass(frozen=True)
+class State:
+    """What rules how ops run and is no part of the graph: read while it is compiled."""
+
+    grad: bool
+    tf32: bool
+    autocast: Mapping[str, torch.dtype]
+
+
+def state() -> State:
+    """The state of the compilation that is going on."""
+    types = [type for type in ("cuda", "cpu") if torch.is_autocast_enabled(type)]
+    return State(torch.is_grad_enabled(), precision.current() == "tf32", {type: torch.get_autocast_dtype(type) for type in types})
+
+
+def repros(gm: fx.GraphModule, graph: fx.Graph, report: Report, options: Options, inductor: Mapping[str, Any]) -> list[Repro]:
+    """A script for each fused chain of `graph`, which is what the module `gm` was before rewriting, then one for each declined chain."""
+    made = []
+    for record in (*report.fused, *report.declined):
+        body = getattr(record, "body", "")
+        text = script(gm.get_submodule(body).graph if body else graph, record, options, inductor)
+        made.append(Repro(f"repro_{len(made)}_{record.chain}.py", None, text[0]) if text[0] else Repro(None, text[1]))
+    return made
+
+
+def script(graph: fx.Graph, record: Fused | Declined, options: Options, inductor: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The script's text, or an empty one and the sentence why there is none."""
+    by_name = {node.name: node for node in graph.nodes}
+    nodes = [by_name[name] for name in record.nodes]
+    if any(node.op == "call_module" for node in nodes):
+        return "", "the chain calls modules, which a script does not hold"
+    cut = cut_out(nodes, example_sizes=True)
+    if isinstance(cut, str):
+        return "", cut
+    if not all(torch_private.is_plain(value) and value.layout is torch.strided for value in inputs_of(cut)):
+        return "", "an input is not a plain dense tensor"
+    fields = {
+        "title": _title(record),
+        "where": record.location or "not known, the graph holds no stack trace",
+        "imports": torch_private.imports_of(cut),
+        "code": re.sub(r"def forward\(\s*self,?\s*", "def chain(\n    ", torch_private.readable(cut)),
+        "tensors": "\n".join(f"        {_tensor(node)}," for node in cut.find_nodes(op="placeholder")),
+        "setting": "\n".join(f"    {name}={value!r}," for name, value in _setting(nodes[0], options, inductor).items()),
+    }
+    return SCRIPT.format(**{name: value.rstrip("\n") + "\n" * (name == "code") for name, value in fields.items()}), None
+
+
+def _title(record: Fused | Declined) -> str:
+    verdict = f"became {record.op}: {record.choice}" if isinstance(record, Fused) else f"was not fused: {record.reason}"
+    text = f"{record.chain} {verdict}.".replace("\\", "\\\\").replace('"""', "'''")
+    return text
+
+
+def _tensor(node: fx.Node) -> str:
+    value = node.meta["example_value"]
+    shape, stride = (tuple(map(torch_private.hint, sizes)) for sizes in (value.shape, value.stride()))
+    given = [repr(shape), repr(stride), str(value.dtype), repr(str(value.device))]
+    offset = torch_private.hint(value.storage_offset())
+    given += [f"offset={offset}"] if offset else []
+    given += ["requires_grad=True"] if value.requires_grad else []
+    return f"tensor({', '.join(given)})"
+
+
+def _setting(anchor: fx.Node, options: Options, inductor: Mapping[str, Any]) -> dict[str, Any]:
+    now = state()
+    known = {name: value for name, value in inductor.items() if isinstance(value, (bool, int, float, str, type(None)))}
+    return {
+        "select": options.select,
+        "passes": options.passes,
+        "mode": options.mode,
+        "inductor": known,
+        "grad": now.grad,
+        "tf32": now.tf32,
+        "autocast": [(type, _short(dtype), True) for type, dtype in now.autocast.items()] + list(_regions(anchor)),
+    }
+
+
+def _regions(anchor: fx.Node) -> Iterator[tuple[str, str | None, bool]]:
+    """The autocast regions of the graph that are open where the chain begins, outermost first."""
+    opened: dict[fx.Node, Sequence[Any]] = {}
+    for node in anchor.graph.nodes:
+        if node is anchor:
+            break
+        name = getattr(node.target, "__name__", "")
+        if name == "_enter_autocast":
+            opened[node] = node.args
+        elif name == "_exit_autocast":
+            opened.pop(node.args[0], None)
+    for type, dtype, enabled, *_ in opened.values():
+        yield type, None if dtype is None else _short(dtype), enabled
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
