@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Report", "explain", "reports", "rewrite"]
 
+if __name__ != "fxfuse":
+    # TORCH_LOGS="+fxfuse" imports every package below this one; on the path of a checkout that is this very package, again and again.
+    raise ImportError(f"fxfuse is imported as {__name__}")
+
 # Imported from a checkout (`python -m pytest` puts it first on the path), `passes/` lies beside this folder and not in it.
 if not (Path(__file__).parent / "passes").is_dir() and (Path(__file__).parents[1] / "passes" / "__init__.py").is_file():
     __path__.append(str(Path(__file__).parents[1]))

@@ -24,6 +24,9 @@ def set_level(value: str) -> None:
         log.warning("fxfuse: FXFUSE_LOG=%r is not one of %s", value, ", ".join(LEVELS))
         return
     log.setLevel(value.upper())
+    if any(handler.name == __name__ for handler in log.handlers):
+        return
     handler = LastResort()
+    handler.name = __name__
     handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
     log.addHandler(handler)

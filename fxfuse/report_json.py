@@ -13,7 +13,8 @@
                 result"; choice, why this op; location, "file:line" of the convolution or ""; candidates, a list of: op; verdict, its
                 predicted time or why it cannot be
     declined    a list of: chain; reached, the last step that was found; node, the FX node it stopped at; reason; location, "file:line" of
-                that node or ""
+                that node or ""; nodes, the FX nodes of the chain as far as it was found; body, the attribute that holds their graph
+                where that is the body of a higher-order op, else ""
     expected    chain -> number of times that was asked for
     unmet       a sentence for each expectation that does not hold
 """
@@ -22,13 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import platform
 from typing import Any
 
 import torch
 
-from . import __version__
-from .bench.results import device_name
+from .environment import device_name, versions
 from .options import Options
 from .report import Report
 
@@ -39,10 +38,7 @@ def as_json(report: Report, options: Options, device: torch.device, **more: Any)
     """The file's contents; more: target, grad, dynamic, expected, unmet."""
     return {
         "schema": SCHEMA,
-        "fxfuse": __version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
+        **versions(),
         "device": device_name(device) if device.type in ("cpu", "cuda") else str(device),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "options": {"select": options.select, "passes": options.passes, "mode": options.mode},

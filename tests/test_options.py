@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fxfuse.options import OptionError, Options, split
@@ -37,6 +39,8 @@ ACCEPTED = [
     ("passes", [], ()),
     ("mode", "max-autotune", "max-autotune"),
     ("mode", "default", None),
+    ("dump", "/tmp/dump", "/tmp/dump"),
+    ("dump", Path("dump"), "dump"),
 ]
 
 
@@ -58,6 +62,7 @@ REFUSED = [
     ("fxfuse.passes", 1, "fxfuse.passes=1 is not a list of chains"),
     ("fxfuse.passes", [1], "fxfuse.passes names 1, which is no chain"),
     ("fxfuse.mode", 3, "fxfuse.mode=3 is not the name of an Inductor mode"),
+    ("fxfuse.dump", 3, "fxfuse.dump=3 is not a directory's path"),
     ("fxfuse.selct", "auto", "unknown option 'fxfuse.selct'; the nearest is 'fxfuse.select'; fxfuse takes fxfuse.select, fxfuse.strict"),
     ("fxfuse.pass", "auto", "unknown option 'fxfuse.pass'; the nearest is 'fxfuse.passes'"),
     ("fxfuse.", "auto", "unknown option 'fxfuse.'"),
