@@ -128,7 +128,11 @@ def test_a_wrong_result_is_exit_code_1(tmp_path: Path) -> None:
     """The script is given an op that answers with its negative."""
     (made,) = dumped(tmp_path, ConvGeluPool(), torch.randn(2, 4, 8, 8))
     (script,) = made.glob("repro_*.py")
-    wrong = "import fxfuse.compare as c\nold = c._contenders\nc._contenders = lambda *a: {**old(*a), 'fxfuse': lambda *x: (-old(*a)['eager'](*x)[0],)}\n"
+    wrong = (
+        "import fxfuse.compare as c\n"
+        "made = c._contenders\n"
+        "c._contenders = lambda chain, setting: {**made(chain, setting), 'fxfuse': lambda *x: (-chain(*x)[0],)}\n"
+    )
     head, rest = script.read_text().split("import sys\n", 1)
     script.write_text(f"{head}import sys\n{wrong}{rest}")
     done = rerun(script)
