@@ -71,7 +71,9 @@ def told(folder: Path) -> dict[str, Any]:
 
 
 def rerun(script: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, script], cwd=script.parent, capture_output=True, text=True, timeout=300)
+    # torch warns where NumPy is missing.
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore::UserWarning"}
+    return subprocess.run([sys.executable, script], env=environment, cwd=script.parent, capture_output=True, text=True, timeout=300)
 
 
 def names(record: type) -> set[str]:
