@@ -115,9 +115,10 @@ def _by_bytes(cost: Cost) -> Choice:
     )
 
 
-# The H200's. In examples/results/headline_h200.json: the tails' bandwidth, and the Hopper kernels on the headline models. Timed while the
+# The H200's. In examples/results: the tails' bandwidth (tails_h200.json), the Hopper kernels on the headline models (headline_h200.json). Timed while the
 # kernels were written, in no committed file yet: the portable kernels, and the ceilings (cuBLAS products; fp32 FFMA for ieee). `launch` is
-# an assumption, `call` what a small tail takes longer than Inductor's reduction (1.2 to 3.7 us for six shapes under 13 MB).
+# an assumption, `call` what a small tail takes longer than Inductor's reduction (1.2 to 3.7 us for six shapes under 13 MB:
+# partial_sweep_h200.json).
 RATES: Mapping[str, Rates] = {
     "NVIDIA H200": Rates(
         bandwidth=4.0e6,

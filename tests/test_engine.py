@@ -187,7 +187,8 @@ def test_one_graph_serves_every_size_and_conditions_install_no_guard(run: Callab
 def known(shape_env: Any) -> tuple[Any, ...]:
     # torch 2.11 has two spellings of a remainder, and avg_pool3d's own fake installs the same guard in either.
     guards = {str(guard.expr).replace("PythonMod", "Mod") for guard in shape_env.guards}
-    return guards, dict(shape_env.replacements), shape_env.num_deferred_runtime_asserts
+    divisible = [] if torch.__version__ < "2.12" else list(shape_env.divisible)
+    return guards, dict(shape_env.replacements), divisible, shape_env.num_deferred_runtime_asserts
 
 
 def test_a_size_that_only_data_decides_is_no_obstacle() -> None:

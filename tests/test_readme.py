@@ -39,28 +39,27 @@ def test_headline_times_and_errors() -> None:
     assert len(shown) == 8
 
 
-def test_tails_share_of_a_copy() -> None:
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    measured = {(r["op"], r["dtype"], r["layout"]): r["share"] for r in rows_of("tails_h200.json")}
-    shown = table("| op | fp32")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def check_columns(header: str, name: str, measured: dict[tuple[str, str, str], str]) -> None:
+    """A table with a column for each dtype and layout shows what was measured, for both chains."""
+    shown = table(header)
     for row in shown:
         for column, text in row.items():
-            if column != "op":
+            if column != name:
                 dtype, _, layout = column.partition(" ")
-                assert text == f"{measured[row['op'], names[dtype], layout or 'contiguous']:.0%}"
+                assert text == measured[row[name], DTYPES[dtype], layout or "contiguous"]
     assert len(shown) == 2
+
+
+def test_tails_share_of_a_copy() -> None:
+    check_columns("| op | fp32", "op", {(r["op"], r["dtype"], r["layout"]): f"{r['share']:.0%}" for r in rows_of("tails_h200.json")})
 
 
 def test_cpu_times_over_inductors() -> None:
-    names = {"fp32": "float32", "bf16": "bfloat16"}
-    measured = {(r["workload"], r["dtype"], r["layout"]): r for r in rows_of("headline_cpu.json") if r["contender"] == "fxfuse"}
-    shown = table("| chain | fp32")
-    for row in shown:
-        for column, text in row.items():
-            if column != "chain":
-                dtype, _, layout = column.partition(" ")
-                assert text == f"{measured[row['chain'], names[dtype], layout or 'contiguous']['over_inductor'][1]:.2f}"
-    assert len(shown) == 2
+    rows = [r for r in rows_of("headline_cpu.json") if r["contender"] == "fxfuse"]
+    check_columns("| chain | fp32", "chain", {(r["workload"], r["dtype"], r["layout"]): f"{r['over_inductor'][1]:.2f}" for r in rows})
 
 
 def test_memory_beside_inputs_and_result() -> None:
