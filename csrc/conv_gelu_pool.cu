@@ -7,7 +7,8 @@
 //   conv_gelu_pool.h             arguments and geometry, for every device
 //   conv_gelu_pool_problem.cuh   shapes, operand types
 //   conv_gelu_pool_load.cuh      input boxes in shared memory
-//   conv_gelu_pool_sum.cuh       block sums, and the mean of the parts
+//   conv_gelu_pool_shares.cuh    how blocks share the images
+//   conv_gelu_pool_sum.cuh       block sums, and the mean of the pieces
 //   portable path, mma.sync:     _plan.cuh tiles, _portable_pack.cuh weights, _portable.cuh kernel, _portable.cu launch
 //   Hopper path, wgmma:          _hopper_plan.cuh tiles, _hopper_pack.cuh weights, _hopper_load.cuh input, _hopper.cuh kernel,
 //                                _hopper.cu launch
@@ -29,35 +30,27 @@ namespace {
 
 // ---- plan ------------------------------------------------------------------------------------------------------------
 
-std::shared_ptr<const Plan> make_plan(const ConvShape& shape, Product product, int device_index, bool is_portable) {
+std::shared_ptr<const Plan> make_plan(const ConvShape& shape, bool has_pairs, Product product, int device_index, bool is_portable) {
   const int capability = 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, device_index) +
                          device_attribute(cudaDevAttrComputeCapabilityMinor, device_index);
   require(capability >= 80, "the device is sm_", capability, ", but the fused convolution needs sm_80 or newer: use ",
           "fxfuse::gelu_pool behind the convolution.");
   if (capability == 90 && !is_portable) {
-    if (auto plan = plan_hopper(shape, product, device_index)) return plan;
+    if (auto plan = plan_hopper(shape, has_pairs, product, device_index)) return plan;
   }
   return plan_portable(shape, product, device_index);
 }
 
 // Searching the tiles takes longer than a small convolution: once per shape and thread.
-std::shared_ptr<const Plan> cached_plan(const ConvShape& shape, Product product, int device_index) {
+std::shared_ptr<const Plan> cached_plan(const ConvShape& shape, bool has_pairs, Product product, int device_index) {
   constexpr size_t kMostPlans = 1024;
-  static thread_local std::map<std::tuple<ConvShape, Product, int, bool>, std::shared_ptr<const Plan>> plans;
+  static thread_local std::map<std::tuple<ConvShape, bool, Product, int, bool>, std::shared_ptr<const Plan>> plans;
   const char* const setting = std::getenv("FXFUSE_PORTABLE");
   const bool is_portable = setting && std::string_view(setting) == "1";
   if (plans.size() > kMostPlans) plans.clear();
-  auto& plan = plans[{shape, product, device_index, is_portable}];
-  if (!plan) plan = make_plan(shape, product, device_index, is_portable);
+  auto& plan = plans[{shape, has_pairs, product, device_index, is_portable}];
+  if (!plan) plan = make_plan(shape, has_pairs, product, device_index, is_portable);
   return plan;
-}
-
-// Blocks that share an image. Enough for eight rounds on the card, so that the last, partly filled one costs little; no more, because
-// each starts with latency and leaves a row of partial sums.
-int num_parts(const Plan& plan, int64_t batch, int num_sms) {
-  const int64_t target = int64_t{8} * plan.blocks_per_sm * num_sms;
-  const int64_t boxes_per_block = std::max<int64_t>(1, batch * plan.blocks * plan.boxes / target);
-  return ceil_div(plan.boxes, boxes_per_block);
 }
 
 // ---- op --------------------------------------------------------------------------------------------------------------
@@ -104,6 +97,14 @@ View view_of(const Tensor& tensor, int64_t dims, bool has_outer) {
   return view;
 }
 
+// Whether memory lets a load bring two neighbours along the width: they lie side by side, and all pairs are aligned.
+bool has_pairs(const View& input, const ConvShape& shape, int64_t element_size) {
+  const auto is_even = [](int64_t stride, int64_t size) { return size == 1 || stride % 2 == 0; };
+  return input.pixel[2] == 1 && shape.in[2] % 2 == 0 && is_even(input.outer, shape.batch) && is_even(input.channel, shape.channels_in) &&
+         is_even(input.pixel[0], shape.in[0]) && is_even(input.pixel[1], shape.in[1]) &&
+         reinterpret_cast<uintptr_t>(input.data) % (2 * element_size) == 0 && input.channel * element_size <= UINT32_MAX;
+}
+
 Product product_of(ScalarType dtype, std::string_view precision) {
   if (dtype == ScalarType::BFloat16) return Product::Bf16;
   if (dtype == ScalarType::Half) return Product::Fp16;
@@ -112,31 +113,32 @@ Product product_of(ScalarType dtype, std::string_view precision) {
 
 void run(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const ConvPoolGeometry& g, Product product,
          bool is_tanh, Tensor& out) {
-  constexpr int64_t kPartialBytes = 2 << 20;
+  constexpr int64_t kPartialFloats = 1 << 19;
   const ConvShape shape = shape_of(g);
-  const auto plan = cached_plan(shape, product, input.get_device_index());
-  const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, input.get_device_index());
-  const int parts = num_parts(*plan, shape.batch, num_sms);
+  const View view = view_of(input, g.dims, g.is_batched);
+  check_image(input, view, shape);
+  const auto plan = cached_plan(shape, has_pairs(view, shape, input.element_size()), product, input.get_device_index());
   // Images whose partial sums fit into the workspace go together.
-  const int64_t image_bytes = int64_t{parts} * shape.channels_out * static_cast<int64_t>(sizeof(float));
-  const int64_t images = std::clamp<int64_t>(kPartialBytes / image_bytes, 1, shape.batch);
+  const auto floats_of = [&](int images) { return int64_t{images} * plan->share(images).most_pieces() * shape.channels_out; };
+  int images = static_cast<int>(std::min<int64_t>(shape.batch, INT32_MAX / plan->steps));
+  while (images > 1 && floats_of(images) > kPartialFloats) images = ceil_div(images, 2);
 
-  const int64_t floats = plan->packed * 4 + images * image_bytes / 4;
+  const int64_t floats = plan->packed * 4 + floats_of(images);
   const Tensor workspace = empty(input, {floats}, {1}, ScalarType::Float);
   uint4* const packed = static_cast<uint4*>(workspace.data_ptr());
-  const ConvData data{.input = view_of(input, g.dims, g.is_batched), .weights = packed, .bias = make_param(bias, input, "bias"),
+  const ConvData data{.input = view, .weights = packed, .bias = make_param(bias, input, "bias"),
                       .partials = reinterpret_cast<float*>(packed + plan->packed)};
-  check_image(input, data.input, shape);
   plan->pack(input, view_of(weight, g.dims, true), data.bias, packed);
   const int64_t mean_blocks = ceil_div(shape.channels_out, kMeanChannels);
-  const int mean_threads = std::clamp(ceil_div(parts, 4) * kWarpSize, kWarpSize, kMeanThreads);
   const float scale = static_cast<float>(1.0 / static_cast<double>(shape.out_pixels()));
   for (int64_t first = 0; first < shape.batch; first += images) {
-    const int64_t count = std::min(images, shape.batch - first);
-    plan->run(input, data, first, count, parts, is_tanh);
+    const int count = static_cast<int>(std::min<int64_t>(images, shape.batch - first));
+    const Shares shares = plan->share(count);
+    const int mean_threads = std::clamp(ceil_div(shares.most_pieces(), 4) * kWarpSize, kWarpSize, kMeanThreads);
+    plan->run(input, data, first, shares, is_tanh);
     dispatch_dtype(out.scalar_type(), [&]<typename Out>() {
-      launch(input, {count * mean_blocks, mean_threads}, mean_of_parts<Out>, data.partials,
-             static_cast<Out*>(out.data_ptr()) + first * shape.channels_out, parts, shape.channels_out, scale);
+      launch(input, {count * mean_blocks, mean_threads, 0, true}, mean_of_pieces<Out>, data.partials,
+             static_cast<Out*>(out.data_ptr()) + first * shape.channels_out, shares, shape.channels_out, scale);
     });
   }
 }

@@ -29,13 +29,13 @@ struct HopperBlock {
   const HopperJob& job;
   const HopperMemory memory;
   const int lane;
-  const uint32_t a, b, zeros;  // lower words of descriptors: the first K step's weights, the ring's start, a row of zeros in Tf32x3
+  const uint32_t a, b;  // lower words of descriptors: the first K step's weights, the ring's start
   float bias[2], sum[2] = {};
   float d[kRunLen / 2];
 
   __device__ HopperBlock(const HopperJob& job, const HopperMemory& memory, int first_row)
       : job(job), memory(memory), lane(threadIdx.x % kWarpSize), a(shared_address(memory.weights) / kChunkBytes + kHalfPitch),
-        b(shared_address(memory.ring) / kChunkBytes), zeros(shared_address(memory.ones) / kChunkBytes) {
+        b(shared_address(memory.ring) / kChunkBytes) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = first_row + threadIdx.x / kWarpSize * 16 + i * 8 + lane / 4;
@@ -45,41 +45,40 @@ struct HopperBlock {
 
   // Weights and the row of ones.
   __device__ __forceinline__ void prepare(const uint4* packed) {
+    wait_for_previous_kernel();  // which packs the weights, or reads the partial sums that this one writes
     const int chunks = job.tiling.k_steps * kSplits * kStepAt;
     for (int i = threadIdx.x; i < chunks; i += kHopperThreads) cp_async_16(shared_address(memory.weights + i), packed + i);
     cp_async_commit();
     float scale[kChunkLen<product>];
 #pragma unroll
     for (int slot = 0; slot < kChunkLen<product>; ++slot) scale[slot] = bias_scale<product>(slot);
-    if (job.tiling.ones_bytes(kSplits) > 0) memory.ones[threadIdx.x] = pack_chunk<product>(scale);
+    if (job.tiling.ones_bytes() > 0) memory.ones[threadIdx.x] = pack_chunk<product>(scale);
     cp_async_wait<0>();
   }
 
   static __device__ __forceinline__ uint64_t descriptor(uint32_t lower) { return uint64_t{kRowPitch} << 32 | lower; }
 
-  // `from`: the lower word of B's descriptor. A window with inf or nan takes zeros for both low parts (keep = 0): its result is inf or
-  // nan anyway, and inf times a low part that is 0 would make nan of inf. (A branch around the products would make the compiler wait
-  // after each.) low: from a sample's high part to its low one, in the descriptor.
-  __device__ __forceinline__ void multiply(int step, uint32_t from, uint32_t low, uint32_t keep) {
-    const uint32_t a_step = a + step * kStepAt;
-    wgmma(d, descriptor(a_step), descriptor(from), step > 0, Mma{});
-    if constexpr (kSplits == 2) {
-      const uint32_t instead = zeros & ~keep;
-      wgmma(d, descriptor(a_step), descriptor((from + low & keep) | instead), 1, Mma{});
-      wgmma(d, descriptor(a_step + job.tiling.k_steps * kStepAt), descriptor((from & keep) | instead), 1, Mma{});
-    }
-  }
-
   // All K steps of a run, some to a group: the compiler follows a group no further than one iteration. What comes from constant memory
   // is asked for a group ahead: it takes as long as a product. A known number of steps saves a few instructions for each.
   // where: of this window's phase; first: the run's first sample in the window.
-  __device__ __forceinline__ void start_products(const uint32_t* where, int first, bool has_special) {
+  __device__ __forceinline__ void start_products(const uint32_t* where, int first) {
     constexpr int kGroup = kSteps > 0 ? kSteps - 1 : kStepGroup;
     const HopperTiling& t = job.tiling;
-    const uint32_t from = b + first, low = t.chunks * t.plane, keep = has_special ? 0 : ~0u;
+    const int k_steps = kSteps > 0 ? kSteps : t.k_steps;
+    uint32_t weights = a;
+    asm volatile("" : "+r"(weights));  // else the compiler keeps a descriptor of each step alive, and spills others
+    // from: the lower word of B's descriptor; low: what is added to it for the samples' low parts.
+    const auto multiply = [&](int step, uint32_t from, uint32_t low) {
+      const uint32_t high_weights = weights + step * kStepAt;
+      wgmma(d, descriptor(high_weights), descriptor(from), step > 0, Mma{});
+      if constexpr (kSplits == 2) {
+        wgmma(d, descriptor(high_weights), descriptor(from + low), 1, Mma{});
+        wgmma(d, descriptor(high_weights + k_steps * kStepAt), descriptor(from), 1, Mma{});
+      }
+    };
+    const uint32_t from = b + first, low = t.chunks * t.plane;
     // The row of ones is the same for all runs, so that its pitch from the run falls; and it has no low part.
     const bool has_ones = kSteps > 0 ? kBiasInK : t.has_spare_chunk;
-    const int k_steps = kSteps > 0 ? kSteps : t.k_steps;
     const uint32_t last = where[k_steps - 1] - (has_ones ? first << 16 : 0), last_low = low - (has_ones ? low << 16 : 0);
     uint32_t next[kGroup];
 #pragma unroll
@@ -91,18 +90,18 @@ struct HopperBlock {
       for (int i = 0; i < kGroup; ++i) now[i] = next[i], next[i] = where[step + kGroup + i];
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) multiply(step + i, from + now[i], low, keep);
+      for (int i = 0; i < kGroup; ++i) multiply(step + i, from + now[i], low);
       wgmma_commit();
     }
 #pragma unroll
     for (int i = 0; i < kGroup - 1; ++i) {
       if (step + 1 >= k_steps) break;
       wgmma_fence();
-      multiply(step++, from + next[i], low, keep);
+      multiply(step++, from + next[i], low);
       wgmma_commit();
     }
     wgmma_fence();
-    multiply(step, from + last, last_low, keep);
+    multiply(step, from + last, last_low);
     wgmma_commit();
   }
 
@@ -146,12 +145,14 @@ struct HopperBlock {
     add_sums_of_gelu<form, 2, kRunLen / 4>(sum, [&](int row, int i) { return d[i / 2 * 4 + row * 2 + i % 2]; });
   }
 
-  __device__ __forceinline__ void store(float* partials, int channels_left) const {
+  // Hands the sums over, and starts anew.
+  __device__ __forceinline__ void store(float* partials, int channels_left) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = threadIdx.x / kWarpSize * 16 + i * 8 + lane / 4;
       const float row_sum = warp_sum(sum[i], 4);
       if (lane % 4 == 0 && row < channels_left) partials[row] = row_sum;
+      sum[i] = 0.f;
     }
   }
 };
@@ -163,58 +164,63 @@ template <Product product, Gelu form, bool kBiasInK, int kSteps>
 __global__ void __launch_bounds__(kHopperThreads, 4) conv_hopper(const __grid_constant__ HopperJob job) {
 #if defined(FXFUSE_HAS_WGMMA)
   using T = typename Operand<product>::Element;
+  // The products of 16 bits are too short for the loads to have come behind them; with fp32 the later store's registers cost more.
+  constexpr bool kStoresLate = sizeof(T) == 2;
   extern __shared__ __align__(128) uint4 hopper_memory[];
   const HopperTiling& t = job.tiling;
   const ConvShape& shape = job.shape;
-  const int row_tile = blockIdx.x % job.row_tiles, part = blockIdx.x / job.row_tiles % job.parts;
-  const int64_t image = job.first_image + blockIdx.x / job.row_tiles / job.parts;
-  const int first_row = row_tile * kHopperRows;
+  uint32_t row_tile;
+  const int index = job.row_tiles.divide(blockIdx.x, row_tile), end = job.shares.first(index + 1), first_row = row_tile * kHopperRows;
   const HopperMemory memory(hopper_memory, t, Operand<product>::kSplits);
 
   HopperBlock<product, form, kBiasInK, kSteps> block(job, memory, first_row);
-  HopperLoader<product> loader(job, memory, static_cast<const T*>(job.data.input.data) + image * job.data.input.outer);
+  HopperLoader<product> loader(job, memory);
   block.prepare(job.data.weights + int64_t{row_tile} * t.k_steps * Operand<product>::kSplits * (kStepBytes / kChunkBytes));
-  const int64_t steps = int64_t{t.columns()} * t.tiles[1];
-  const int last = static_cast<int>(steps * (part + 1) / job.parts);
-  int step = static_cast<int>(steps * part / job.parts);
-  while (step < last) {
-    const int column = step / t.tiles[1], depth = column / t.tiles[2] * t.tile[0], width = column % t.tiles[2] * t.tile[1];
-    const int room[2] = {min(t.tile[0], shape.out[0] - depth), min(t.tile[1], shape.out[2] - width)};
-    int y = step % t.tiles[1], slot = 0, masked_rows = 0;
-    const int column_end = min(last, step - y + t.tiles[1]);
-    loader.find_sources(depth - shape.padding[0], width - shape.padding[2]);
-    __syncthreads();
-    loader.load_ahead(y);
-    loader.end_step();
-    for (; step < column_end; ++step, ++y) {
-      const int rows = min(t.rows, shape.out[1] - y * t.rows);
-      if (rows != masked_rows) {
-        block.fill_masks(rows, room[0], room[1]);
-        masked_rows = rows;
-        __syncthreads();
-      }
-      const int window = t.phases == 1 ? slot * t.step_samples() : 0;
-      const uint32_t* const where = t.where + (t.phases == 1 ? 0 : slot * t.k_steps);
-      slot = slot + 1 == t.slots ? 0 : slot + 1;
-      loader.begin_step(y + 1, slot, step + 1 < column_end ? 0 : t.step_samples());
-      const uint4* mask = memory.masks;
-      for (int line = 0; line < t.lines; ++line) {
-#pragma unroll 1
-        for (int run = 0; run < t.line_runs; ++run) {
-          loader.load();
-          block.start_products(where, window + line * t.row + run * kRunLen, loader.has_special());
-          const uint4 columns = *mask++;
-          wgmma_wait<0>();
-          loader.store();
-          block.add_gelu(columns);
-        }
-      }
-      loader.finish();
+  for (int at = job.shares.first(index); at < end;) {
+    uint32_t first_step;
+    const int image = job.steps.divide(at, first_step), of_image = at - first_step, last = min(end - of_image, job.shares.steps);
+    const T* const input = static_cast<const T*>(job.data.input.data) + (job.first_image + image) * job.data.input.outer;
+    for (int step = first_step; step < last;) {
+      const int column = step / t.tiles[1], depth = column / t.tiles[2] * t.tile[0], width = column % t.tiles[2] * t.tile[1];
+      const int room[2] = {min(t.tile[0], shape.out[0] - depth), min(t.tile[1], shape.out[2] - width)};
+      int y = step % t.tiles[1], slot = 0, masked_rows = 0;
+      const int column_end = min(last, step - y + t.tiles[1]);
+      loader.find_sources(input, depth - shape.padding[0], width - shape.padding[2]);
+      __syncthreads();
+      loader.load_ahead(y);
       loader.end_step();
+      for (; step < column_end; ++step, ++y) {
+        const int rows = min(t.rows, shape.out[1] - y * t.rows);
+        if (rows != masked_rows) {
+          block.fill_masks(rows, room[0], room[1]);
+          masked_rows = rows;
+          __syncthreads();
+        }
+        const int window = slot * t.window_pitch;
+        const uint32_t* const where = t.where + slot * t.where_pitch;
+        slot = slot + 1 == t.slots ? 0 : slot + 1;
+        loader.next_step(step + 1 < column_end);
+        const uint4* mask = memory.masks;
+        for (int line = 0; line < t.lines; ++line) {
+#pragma unroll 1
+          for (int run = 0; run < t.line_runs; ++run) {
+            loader.load();
+            block.start_products(where, window + line * t.row + run * kRunLen);
+            const uint4 columns = *mask++;
+            wgmma_wait<0>();
+            if (!kStoresLate) loader.store();
+            block.add_gelu(columns);
+            if (kStoresLate) loader.store();
+          }
+        }
+        loader.finish();
+        loader.end_step();
+      }
     }
+    const int64_t piece = int64_t{image} * job.shares.most_pieces() + index - job.shares.first_block(image);
+    block.store(job.data.partials + piece * shape.channels_out + first_row, shape.channels_out - first_row);
+    at = of_image + last;
   }
-  float* const partials = job.data.partials + ((image - job.first_image) * job.parts + part) * shape.channels_out + first_row;
-  block.store(partials, shape.channels_out - first_row);
 #else
   __trap();  // a library without sm_90a code: better no result than one that nothing computed
 #endif

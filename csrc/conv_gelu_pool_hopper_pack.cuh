@@ -62,6 +62,7 @@ __global__ void pack_hopper(View weight, Param bias, ConvShape shape, int chunks
   using T = typename Operand<product>::Element;
   constexpr int kLen = kChunkLen<product>, kSplits = Operand<product>::kSplits;
   const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  let_next_kernel_start();
   if (thread >= rows_x_halves) return;
   const int64_t row_tile = thread / (2 * k_steps * kHopperRows);
   const int within = thread % (2 * k_steps * kHopperRows);

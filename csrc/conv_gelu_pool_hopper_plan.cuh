@@ -40,26 +40,30 @@ struct HopperTiling {
   int rows, tile[2], box[2];   // of a step: output rows; depth and width, in outputs and in samples
   int tiles[3];                // along depth, the steps of a strip, along width
   int row, halo, slots, plane; // samples of a row; rows; slots; samples of the ring, of one chunk of channels
+  int ring, ring_end, mirror;  // samples of all slots; where a step's rows never start; samples from there on go a second time, a ring before
   int phases;                  // parts of `where`: 1, or slots
+  int window_pitch, where_pitch;  // from one slot to the next: samples of the window, entries of `where`
+  bool has_pairs;              // samples come in pairs along the width, aligned in memory
+  int shift;                   // samples of the box in front of the first tap's, for that alignment
   int lines, line_runs;
   int chunks, k_steps;
   bool has_spare_chunk;        // K is odd in chunks: the last step pairs the last one with a row of ones
   // Of each phase and K step, in samples: its first half, and from that to its second half << 16.
   uint32_t where[kMostPlaces + kMostAhead];
   size_t shared_bytes;
-  int blocks_per_sm, strips;   // strips: blocks that share an image
+  int blocks_per_sm, blocks;   // at a time; for the whole batch and 64 output channels
 
   __host__ __device__ int step_samples() const { return rows * row; }
   __host__ __device__ int line_rows() const { return rows / lines; }
   // A row of ones, in Tf32x3 of zeros.
-  __host__ __device__ int ones_bytes(int splits) const { return has_spare_chunk || splits == 2 ? kOnesBytes : 0; }
-  __host__ __device__ int columns() const { return tiles[0] * tiles[2]; }
+  __host__ __device__ int ones_bytes() const { return has_spare_chunk ? kOnesBytes : 0; }
+  __host__ __device__ int steps() const { return tiles[0] * tiles[1] * tiles[2]; }  // of an image
   __host__ __device__ int lead() const { return (halo + rows - 1) / rows; }  // steps that a strip loads ahead of its first
 
   std::string describe() const {
     std::ostringstream text;
     text << "hopper(step=" << tile[0] << "x" << rows << "x" << tile[1] << ", box=" << box[0] << "x" << rows << "+" << halo << "x" << box[1]
-         << ", slots=" << slots << ", phases=" << phases << ", runs=" << lines << "x" << line_runs << ", strips=" << strips
+         << ", slots=" << slots << ", phases=" << phases << ", pairs=" << has_pairs << ", runs=" << lines << "x" << line_runs << ", blocks=" << blocks
          << ", chunks=" << chunks << ", k_steps=" << k_steps << ", spare_chunk=" << has_spare_chunk << ", shared=" << shared_bytes
          << ", blocks_per_sm=" << blocks_per_sm << ")";
     return text.str();
@@ -91,7 +95,7 @@ inline void place_steps(HopperTiling& t, const ConvShape& shape, int splits) {
     const Half place(shape, t.chunks, half);
     if (place.chunk == t.chunks) return t.chunks * splits * t.plane;  // the row of ones
     const int row = t.phases > 1 ? (phase + place.h * shape.dilation[1]) % t.slots : place.h * shape.dilation[1];
-    return place.chunk * t.plane + row * t.row + place.d * shape.dilation[0] * t.box[1] + place.w * shape.dilation[2];
+    return place.chunk * t.plane + row * t.row + place.d * shape.dilation[0] * t.box[1] + t.shift + place.w * shape.dilation[2];
   };
   for (int phase = 0; phase < t.phases; ++phase) {
     for (int step = 0; step < t.k_steps; ++step) {
@@ -115,12 +119,16 @@ inline int end_of_reads(const HopperTiling& t, int splits) {
   return end;
 }
 
-inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::array<int, 3> tile, bool has_lines, int chunks, int splits,
-                                                size_t sm_bytes, size_t block_bytes) {
+inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::array<int, 3> tile, bool has_lines, bool allows_pairs, int chunks,
+                                                int splits, size_t sm_bytes, size_t block_bytes) {
   HopperTiling t{.rows = tile[1], .tile = {tile[0], tile[2]}, .chunks = chunks};
   for (int i = 0; i < 3; ++i) t.tiles[i] = ceil_div(shape.out[i], tile[i]);
+  t.has_pairs = allows_pairs && (t.tiles[2] == 1 || tile[2] % 2 == 0);
+  t.shift = t.has_pairs ? shape.padding[2] % 2 : 0;
   const auto reach = [&](int i) { return int64_t{shape.kernel[i] - 1} * shape.dilation[i]; };
-  const int64_t depth = tile[0] + reach(0), width = tile[2] + reach(2), row = depth * width;
+  int64_t width = t.shift + tile[2] + reach(2);
+  if (t.has_pairs) width += width % 2;
+  const int64_t depth = tile[0] + reach(0), row = depth * width;
   const int64_t most = static_cast<int64_t>(block_bytes) / kChunkBytes, halves = chunks * shape.taps();
   if (std::max({depth, width, reach(1)}) > most || int64_t{t.tiles[0]} * t.tiles[1] * t.tiles[2] > INT32_MAX) return std::nullopt;
   t.slots = 2 + ceil_div(reach(1), t.rows);
@@ -133,10 +141,15 @@ inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::arr
   if (plane * chunks * splits > most) return std::nullopt;
   t.box[0] = static_cast<int>(depth), t.box[1] = static_cast<int>(width), t.row = static_cast<int>(row);
   t.halo = static_cast<int>(reach(1)), t.plane = static_cast<int>(plane);
+  t.ring = t.slots * t.step_samples();
+  t.ring_end = t.ring + (has_phases ? 0 : t.halo * t.row);
+  t.mirror = has_phases ? INT32_MAX : t.ring;
+  t.window_pitch = has_phases ? 0 : t.step_samples();
+  t.where_pitch = has_phases ? t.k_steps : 0;
   t.lines = has_lines ? t.rows : 1;
   t.line_runs = ceil_div((int64_t{t.line_rows() - 1} * depth + tile[0] - 1) * width + tile[2], kRunLen);
   place_steps(t, shape, splits);
-  const int64_t own_bytes = plane * chunks * splits * kChunkBytes + t.ones_bytes(splits) + int64_t{t.k_steps} * splits * kStepBytes +
+  const int64_t own_bytes = plane * chunks * splits * kChunkBytes + t.ones_bytes() + int64_t{t.k_steps} * splits * kStepBytes +
                             int64_t{t.lines} * t.line_runs * kMaskBytes + t.step_samples() * sizeof(Source);
   t.shared_bytes = std::max(own_bytes, int64_t{end_of_reads(t, splits)} * kChunkBytes);
   if (t.shared_bytes > block_bytes) return std::nullopt;
@@ -144,9 +157,9 @@ inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::arr
   return t;
 }
 
-// Issue slots of a warp for a whole image and row tile with `strips` blocks, as its SM sees them when `blocks` blocks come to each SM: the
-// tensor cores' cycles add to the instructions', they hardly overlap; where few blocks share an SM, nothing fills the waits.
-inline double hopper_cost(const HopperTiling& t, int chunk_len, int splits, int strips, int64_t blocks) {
+// Issue slots of a warp for `steps` steps of one block, as its SM sees them when `blocks` such blocks come to each SM: the tensor cores'
+// cycles add to the instructions', they hardly overlap; where few blocks share an SM, nothing fills the waits.
+inline double hopper_cost(const HopperTiling& t, int chunk_len, int splits, double steps, int64_t blocks) {
   constexpr double kPerGelu = 10, kPerProduct = 60, kPerRun = 40, kPerStep = 80, kPerStrip = 500, kPerMask = 1.5;
   constexpr double kLoss[] = {0, 1.9, 1.35, 1.1, 1.0};
   const int halo = t.box[1] - t.tile[1];
@@ -155,14 +168,14 @@ inline double hopper_cost(const HopperTiling& t, int chunk_len, int splits, int 
   const double masked = has_halo && halo > 0 ? std::min(1.0, (8.0 + halo) / t.box[1]) : of_end;
   const double run = kRunLen / 2 * (kPerGelu + 2 * (splits - 1) + (t.has_spare_chunk ? 0 : 1) + kPerMask * masked) + kPerRun +
                      kPerProduct * t.k_steps * (splits == 2 ? 3 : 1);
-  const double per_sample = t.chunks * (chunk_len == 4 ? 22 + 10 * (splits - 1) : 34) / static_cast<double>(kHopperThreads);
+  const double per_chunk = t.has_pairs ? (chunk_len == 4 ? 10 + 12 * (splits - 1) : 16) : (chunk_len == 4 ? 22 + 10 * (splits - 1) : 34);
+  const double per_sample = t.chunks * per_chunk / static_cast<double>(kHopperThreads);
   // A warp's samples come in pairs; a batch costs the warps that have none of it something, too.
   const int batches = ceil_div(t.step_samples(), kBatchSamples) * ceil_div(t.chunks * chunk_len, 8);
   const double late = 250.0 * std::max(0, batches - t.lines * t.line_runs);  // batches that no products overlap
   const double load = ceil_div(t.step_samples(), 32) * 32 * per_sample + 40 * batches + late;
   const double step = t.lines * t.line_runs * run + load + kPerStep;
-  const double steps = ceil_div(int64_t{t.columns()} * t.tiles[1], strips);
-  const double starts = std::max(1.0, steps / t.tiles[1]);  // loads ahead, which nothing overlaps
+  const double starts = 1 + (steps - 1) / t.tiles[1];  // loads ahead, which nothing overlaps
   const double block = steps * step + starts * (2 * per_sample * (t.halo + t.rows) * t.row + kPerStrip);
   const int64_t at_a_time = std::min<int64_t>(t.blocks_per_sm, blocks), rest = blocks % at_a_time;
   return block * ((blocks - rest) * kLoss[at_a_time] + rest * kLoss[rest]);
@@ -175,10 +188,10 @@ inline double portable_cost(const ConvShape& shape, const HopperTiling& t, int s
 }
 
 // Strides of 1, more than 32 output channels, and all weights of 64 output channels in shared memory with a ring of input whose steps
-// fill their runs well enough to be faster than the portable path; nullopt else.
+// fill their runs well enough to be faster than the portable path; nullopt else. allows_pairs: see has_pairs below.
 // sm_bytes, block_bytes: shared memory of an SM, and the most that one block can have.
-inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, int chunk_len, int splits, size_t sm_bytes,
-                                                      size_t block_bytes, int num_sms) {
+inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, bool allows_pairs, int chunk_len, int splits,
+                                                      size_t sm_bytes, size_t block_bytes, int num_sms) {
   constexpr int kMostRounds = 8;  // blocks that come to an SM, in turns of blocks_per_sm
   const int chunks = ceil_div(shape.channels_in, chunk_len);
   for (const int stride : shape.stride) {
@@ -192,31 +205,31 @@ inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, in
       if (w > 0 && w < shape.out[2]) widths.push_back(w);
     }
   }
-  const int64_t images = shape.batch * ceil_div(shape.channels_out, kHopperRows);
+  const int64_t row_tiles = ceil_div(shape.channels_out, kHopperRows);
   std::optional<HopperTiling> best;
   double best_cost = 0;
   const auto consider = [&](std::optional<HopperTiling> t) {
     if (!t || t->blocks_per_sm < 2) return;
-    const int64_t steps = int64_t{t->columns()} * t->tiles[1];
-    for (int64_t blocks = 1; blocks <= kMostRounds * t->blocks_per_sm; ++blocks) {
-      const int64_t strips = std::clamp<int64_t>(blocks * num_sms / images, 1, steps);
-      const double cost = hopper_cost(*t, chunk_len, splits, strips, ceil_div(images * strips, num_sms));
+    const int64_t steps = shape.batch * t->steps();
+    for (int64_t per_sm = 1; per_sm <= kMostRounds * t->blocks_per_sm; ++per_sm) {
+      const int64_t blocks = std::clamp<int64_t>(per_sm * num_sms / row_tiles, 1, std::min<int64_t>(steps, INT32_MAX));
+      const double cost = hopper_cost(*t, chunk_len, splits, static_cast<double>(ceil_div(steps, blocks)), ceil_div(blocks * row_tiles, num_sms));
       if (best && cost >= best_cost) continue;
-      best = t, best_cost = cost, best->strips = static_cast<int>(strips);
+      best = t, best_cost = cost, best->blocks = static_cast<int>(blocks);
     }
   };
   for (const int w : widths) {
     for (const int h : tile_sizes(shape.out[1], 1024)) {
       for (const int d : tile_sizes(shape.out[0], 16)) {
         if (int64_t{w} * h * d > 4096) continue;
-        consider(hopper_tiled(shape, {d, h, w}, false, chunks, splits, sm_bytes, block_bytes));
-        if (d == 1 && h > 1) consider(hopper_tiled(shape, {d, h, w}, true, chunks, splits, sm_bytes, block_bytes));
+        consider(hopper_tiled(shape, {d, h, w}, false, allows_pairs, chunks, splits, sm_bytes, block_bytes));
+        if (d == 1 && h > 1) consider(hopper_tiled(shape, {d, h, w}, true, allows_pairs, chunks, splits, sm_bytes, block_bytes));
       }
     }
   }
   // With little work any kernel is fast: only full cards are compared.
-  const bool is_small = best && images * best->strips < num_sms;
-  if (best && !is_small && best_cost > portable_cost(shape, *best, splits, images, num_sms)) return std::nullopt;
+  const bool is_small = best && best->blocks * row_tiles < num_sms;
+  if (best && !is_small && best_cost > portable_cost(shape, *best, splits, shape.batch * row_tiles, num_sms)) return std::nullopt;
   return best;
 }
 

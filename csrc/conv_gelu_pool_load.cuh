@@ -32,11 +32,6 @@ struct RawChunk {
       bits[i] = is_inside && i < len ? __ldg(reinterpret_cast<const Bits*>(from + i * stride)) : Bits{0};
     }
   }
-  // All channels, the first `len` of which exist: the others are read from the last of these.
-  __device__ __forceinline__ void load_any(const T* from, uint32_t stride, int len) {
-#pragma unroll
-    for (int i = 0; i < kLen; ++i) bits[i] = __ldg(reinterpret_cast<const Bits*>(from + min(i, len - 1) * stride));
-  }
   __device__ __forceinline__ void keep(int len) {
 #pragma unroll
     for (int i = 0; i < kLen; ++i) bits[i] = i < len ? bits[i] : Bits{0};
@@ -62,25 +57,19 @@ struct RawChunk {
 // A chunk as the tensor cores take it, in Tf32x3 in two parts.
 template <Product product>
 struct RoundedChunk {
-  uint4 high, low;          // low is used in Tf32x3 only
-  bool is_special = false;  // Tf32x3 met inf or nan
+  uint4 high, low;  // low is used in Tf32x3 only
 
+  // The tensor cores ignore the lower 13 bits of what they take as TF32.
   __device__ __forceinline__ explicit RoundedChunk(RawChunk<typename Operand<product>::Element> raw) {
     if constexpr (product == Product::Tf32) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // As round_tf32, but for the lower 13 bits, which the tensor cores ignore: 2 instructions of 4. inf and nan stay.
-        if (fabsf(__uint_as_float(raw.bits[i])) < __int_as_float(0x7f800000)) raw.bits[i] += 0x1000;
+        // Half of TF32's last place more: as round_tf32 in 2 instructions of 4, which keep inf and nan.
+        const float power = __uint_as_float(raw.bits[i] & 0xff800000u);
+        raw.bits[i] = __float_as_uint(fmaf(power, 0x1p-11f, __uint_as_float(raw.bits[i])));
       }
     } else if constexpr (product == Product::Tf32x3) {
-      RawChunk<float> rest;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = __uint_as_float(raw.bits[i]);
-        is_special |= !(fabsf(x) < __int_as_float(0x7f800000));
-        split_tf32(x, raw.bits[i], rest.bits[i]);
-      }
-      low = rest.pack();
+      low = split(raw).pack();
     }
     high = raw.pack();
   }
@@ -90,20 +79,40 @@ struct RoundedChunk {
     *to = high;
     if constexpr (product == Product::Tf32x3) to[low_offset] = low;
   }
+
+ private:
+  // As split_tf32 to 2^-22, with a truncated high part: 4 instructions a value. What it leaves out, low * low, has no sign in the mean,
+  // because the weights' low parts have none.
+  static __device__ __forceinline__ RawChunk<float> split(RawChunk<float>& raw) {
+    RawChunk<float> rest;
+    float magnitude = 0.f;  // not finite if some value is not
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = __uint_as_float(raw.bits[i]);
+      rest.bits[i] = __float_as_uint(x - __uint_as_float(raw.bits[i] & 0xffffe000u)) + 0x1000u;
+      magnitude += fabsf(x);
+    }
+    if (is_finite(magnitude)) [[likely]] return rest;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (is_finite(__uint_as_float(raw.bits[i]))) continue;
+      rest.bits[i] = raw.bits[i];
+      raw.bits[i] = 0;
+    }
+    return rest;
+  }
 };
 
 // The whole block calls it, between barriers. `image` is the first channel of the stage, `origin` the input pixel of sample 0 (it may
-// lie in the padding), channels_left those from `image` on, kLoads the loads that a thread has in flight. True when this thread met
-// inf or nan in Tf32x3.
+// lie in the padding), channels_left those from `image` on, kLoads the loads that a thread has in flight.
 template <Product product, int kThreads, int kLoads>
-__device__ __forceinline__ bool stage_box(uint4* box, const BoxMap& map, const View& input, const int (&size)[3],
+__device__ __forceinline__ void stage_box(uint4* box, const BoxMap& map, const View& input, const int (&size)[3],
                                           const typename Operand<product>::Element* image, const int (&origin)[3],
                                           int channels_left) {
   using T = typename Operand<product>::Element;
   constexpr int kLen = kChunkLen<product>, kBatch = kLoads / kLen;
   const uint32_t stride[3] = {static_cast<uint32_t>(input.pixel[0]), static_cast<uint32_t>(input.pixel[1]),
                               static_cast<uint32_t>(input.pixel[2])};
-  bool is_special = false;
   for (int first = threadIdx.x; first < map.samples; first += kThreads * kBatch) {
     const T* from[kBatch];
     bool is_inside[kBatch];
@@ -138,14 +147,11 @@ __device__ __forceinline__ bool stage_box(uint4* box, const BoxMap& map, const V
       for (int b = 0; b < kBatch; ++b) {
         const int sample = first + b * kThreads;
         if (sample < map.samples) {
-          const RoundedChunk<product> rounded(raw[b]);
-          rounded.store(box + chunk * map.plane + sample, map.chunks * map.plane);
-          is_special |= rounded.is_special;
+          RoundedChunk<product>(raw[b]).store(box + chunk * map.plane + sample, map.chunks * map.plane);
         }
       }
     }
   }
-  return is_special;
 }
 
 }  // namespace fxfuse::conv_gelu_pool

@@ -102,9 +102,8 @@ struct PortableBlock {
     return valid >> (lane % 4 * 2);
   }
 
-  // One K step; the sums start from the bias at the first. Tf32x3 leaves out the low parts where the box holds inf or nan: there the
-  // result is inf or nan anyway, and inf times a low part that is 0 would make nan of inf.
-  __device__ __forceinline__ void multiply(const uint4 (&a)[kSplits][2], int k_step, uint32_t offset, bool starts, bool has_special) {
+  // One K step; the sums start from the bias at the first.
+  __device__ __forceinline__ void multiply(const uint4 (&a)[kSplits][2], int k_step, uint32_t offset, bool starts) {
     const uint2 where = shared.where[2 * k_step + lane / 8 % 2];
     const uint32_t low_offset = job.tiling.chunks * job.tiling.plane * kChunkBytes;
 #pragma unroll
@@ -124,7 +123,6 @@ struct PortableBlock {
         }
       }
       if constexpr (kSplits == 2) {
-        if (has_special) continue;
         uint32_t low[4];
         ldmatrix_x4(low, address + (low_offset & where.y));
 #pragma unroll
@@ -160,7 +158,7 @@ struct PortableBlock {
   }
 
   // All K steps of a stage for the tile at `offset` bytes in the box; the sums end in d.
-  __device__ __forceinline__ void multiply_stage(const uint4* weights, int stage, uint32_t offset, bool has_special) {
+  __device__ __forceinline__ void multiply_stage(const uint4* weights, int stage, uint32_t offset) {
     const int k_steps = job.tiling.k_steps;
     constexpr int kStep = kSplits * kWarpSize;
     const int64_t next_rows = int64_t{job.tiling.stages()} * k_steps * kStep;
@@ -169,7 +167,7 @@ struct PortableBlock {
     load_weights(a, from, next_rows);
     const auto step = [&](int k_step, bool starts) {
       load_weights(next, from + min(k_step + 1, k_steps - 1) * kStep, next_rows);
-      multiply(a, k_step, offset, starts, has_special);
+      multiply(a, k_step, offset, starts);
       memcpy(a, next, sizeof a);
     };
     if constexpr (kPromotes) {
@@ -247,7 +245,6 @@ conv_portable(const __grid_constant__ PortableJob job) {
       first[i] = index[i] * t.tile[i] * (i == t.axis ? t.steps : 1);
       room[i] = shape.out[i] - first[i];
     }
-    bool has_special = false;
     for (int step = 0; step < t.steps && room[t.axis] > 0; ++step) {
       for (int stage = 0; stage < stages; ++stage) {
         if (step == 0) {
@@ -258,13 +255,12 @@ conv_portable(const __grid_constant__ PortableJob job) {
 #pragma unroll
           for (int i = 0; i < 3; ++i) origin[i] = first[i] * shape.stride[i] - shape.padding[i] + tap[i] * shape.dilation[i];
           __syncthreads();
-          const bool is_special = stage_box<product, kPortableThreads, kPortableLoads>(block.shared.box, job.map, job.data.input, shape.in,
-                                                                       input + channel * job.data.input.channel, origin,
-                                                                       shape.channels_in - channel);
-          if constexpr (product == Product::Tf32x3) has_special = __syncthreads_or(is_special);
-          else __syncthreads();
+          stage_box<product, kPortableThreads, kPortableLoads>(block.shared.box, job.map, job.data.input, shape.in,
+                                                               input + channel * job.data.input.channel, origin,
+                                                               shape.channels_in - channel);
+          __syncthreads();
         }
-        if (has_rows) block.multiply_stage(weights, stage, step * tile_offset, has_special);
+        if (has_rows) block.multiply_stage(weights, stage, step * tile_offset);
       }
       if (has_rows) block.add_gelu(room);
       room[t.axis] -= t.tile[t.axis];

@@ -1,8 +1,10 @@
-// conv_gelu_pool: from accumulators to the mean. Sums of GELU over a thread's pixels, over a block, and over the parts of an image in a
+// conv_gelu_pool: from accumulators to the mean. Sums of GELU over a thread's pixels, over a block, and over the pieces of an image in a
 // second small kernel, each in a fixed order: the result is the same bit for bit in every run.
 #pragma once
 
+#include "common/mma.cuh"
 #include "conv_gelu_pool_problem.cuh"
+#include "conv_gelu_pool_shares.cuh"
 
 namespace fxfuse::conv_gelu_pool {
 
@@ -25,7 +27,7 @@ __device__ __forceinline__ void add_sums_of_gelu(float (&total)[kRows], F&& x) {
       for (int row = 0; row < kRows; ++row) {
         const float a = fabsf(x(row, i));
         twice_relu[row] += x(row, i) + a;
-        tail[row] = fmaf(a, form == Gelu::MeanFine ? gelu_tail_fine(a) : gelu_tail(a), tail[row]);
+        tail[row] = fmaf(a, gelu_tail<form>(a), tail[row]);
       }
     }
     bool is_doubtful = false;
@@ -34,7 +36,7 @@ __device__ __forceinline__ void add_sums_of_gelu(float (&total)[kRows], F&& x) {
     for (int row = 0; row < kRows; ++row) {
       sum[row] = fmaf(0.5f, twice_relu[row], -tail[row]);
       const bool is_small = (twice_relu[row] == 0.f) & (tail[row] < kSmall * kCount) & (fminf(x(row, 0), x(row, kCount / 2)) < kFarBelow);
-      is_doubtful |= is_small | !(fabsf(sum[row]) < __int_as_float(0x7f800000));
+      is_doubtful |= is_small | !is_finite(sum[row]);
     }
     if (is_doubtful) [[unlikely]] {
       // In local memory, so that a short loop does it: unrolled over registers it is longer than the kernel, which it makes spill.
@@ -68,18 +70,22 @@ __device__ __forceinline__ void store_row_sums(float* rows, float* partials, int
 
 constexpr int kMeanChannels = 32, kMeanThreads = 1024;
 
-// out[n, c] = scale * the sum of partials[n, part, c] over the parts; a block makes 32 channels of one image, its warps share the parts.
+// out[n, c] = scale * the sum of partials[n, piece, c] over the pieces; a block makes 32 channels of one image, its warps share the pieces.
 template <typename Out>
-__global__ void __launch_bounds__(kMeanThreads) mean_of_parts(const float* partials, Out* out, int parts, int channels, float scale) {
+__global__ void __launch_bounds__(kMeanThreads)
+mean_of_pieces(const float* partials, Out* out, const __grid_constant__ Shares shares, int channels, float scale) {
   __shared__ float sums[kMeanThreads / kWarpSize][kMeanChannels];
   const int lane = threadIdx.x % kWarpSize, warp_idx = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
   const int tiles = (channels + kMeanChannels - 1) / kMeanChannels;
   const int64_t image = blockIdx.x / tiles;
   const int channel = blockIdx.x % tiles * kMeanChannels + lane;
+  const int pieces = shares.pieces(image);
+  const float* const from = partials + image * shares.most_pieces() * channels + channel;
+  wait_for_previous_kernel();
   float sum = 0.f;
   if (channel < channels) {
 #pragma unroll 4
-    for (int part = warp_idx; part < parts; part += num_warps) sum += partials[(image * parts + part) * channels + channel];
+    for (int piece = warp_idx; piece < pieces; piece += num_warps) sum += from[int64_t{piece} * channels];
   }
   sums[warp_idx][lane] = sum;
   __syncthreads();

@@ -9,7 +9,7 @@ void run_hopper(const Tensor& input, const Problem& p, const HopperPlan& plan, c
   const Tensor workspace = torch::stable::empty(std::vector<int64_t>{plan.packed_bytes / 4}, ScalarType::Int, std::nullopt, input.device());
   launch(input, {ceil_div(plan.packed_bytes / 4, kPackThreads), kPackThreads}, pack_hopper_weight_kernel<operand>, weight,
          static_cast<uint32_t*>(workspace.data_ptr()));
-  launch(input, {plan.blocks, kHopperThreads, static_cast<size_t>(plan.shared_bytes)}, hopper_kernel<operand>, p, plan,
+  launch(input, {plan.blocks, kHopperThreads, static_cast<size_t>(plan.shared_bytes), true}, hopper_kernel<operand>, p, plan,
          static_cast<const char*>(workspace.data_ptr()));
 }
 

@@ -15,6 +15,7 @@ __global__ void __launch_bounds__(kPackThreads) pack_hopper_weight_kernel(const 
   using Tile = HopperTile<operand>;
   using T = DataOf<operand>;
   constexpr int kPerWord = 4 / sizeof(T), kStageWords = Tile::kStageBytes / 4;
+  let_next_kernel_start();
   for (int i = blockIdx.x * kPackThreads + threadIdx.x; i < Tile::kTileStages * kStageWords; i += gridDim.x * kPackThreads) {
     const int word = i % 4, out_channel = i / 4 % kHopperOutChannels, chunk = i / (4 * kHopperOutChannels) % Tile::kChunks;
     const int term = i / kStageWords % Tile::kTerms, in_channel = chunk * Tile::kChunkChannels + word * kPerWord;
@@ -75,6 +76,7 @@ template <Operand operand>
 __device__ __forceinline__ void produce_weights(const Problem& p, const HopperPlan& plan, const HopperBarriers& barriers,
                                                 const char* packed) {
   using Tile = HopperTile<operand>;
+  wait_for_previous_kernel();  // which packs the weights; nothing else of this kernel depends on it
   if constexpr (Tile::kResident) {
     mbarrier_expect(barriers.weights_full(0), Tile::kTileStages * Tile::kStageBytes);
     for (int i = 0; i < Tile::kTileStages; ++i) {

@@ -1,16 +1,17 @@
 // GELU on the device. Every CUDA op takes its GELU from here, so that its error and cost are stated once.
 //
-// Seven forms, all in fp32. "instr" is SASS instructions a value on sm_90a. The rest was measured on an H200 against fp64: "error" is
+// Eight forms, all in fp32. "instr" is SASS instructions a value on sm_90a. The rest was measured on an H200 against fp64: "error" is
 // the largest on [-12, 12], rounding of the result included (half an ulp is 2.4e-7 there); "tail" is relative, at x = -5, where
-// gelu(x) = -1.4e-6 and eager's own formula is off by 1.4e-2 in the mean and 9e-2 at worst. Of the two for means, instr includes the
+// gelu(x) = -1.4e-6 and eager's own formula is off by 1.4e-2 in the mean and 9e-2 at worst. Of the three for means, instr includes the
 // addition to the sum, and the error is the fit's and ex2.approx's.
 //
 //   form      instr  error    tail     what it is for
 //   Erf        26    4.9e-7   9e-2     eager's formula
 //   Accurate   16    2.5e-7   6e-5     fp32 values
 //   Fast       10    2.6e-7   2e-4     bf16 and fp16 values that are stored one by one
-//   MeanFine   12    6e-8     -        means of fp32-accurate values, whose tails are guarded: see add_sums_of_gelu
-//   Mean        9    7e-7     -        means of products of TF32 or 16 bits, likewise
+//   MeanFine   11    1.1e-7   -        means of fp32-accurate values, whose tails are guarded: see add_sums_of_gelu
+//   Mean        9    7e-7     -        means of products of TF32, likewise
+//   MeanCoarse  8    1.9e-5   -        means of products of 16 bits, likewise
 //   Coarse      8    1.5e-5   4e-3     sums of many bf16 or fp16 values: relative error 2e-4 above -3.5, fp16 rounds to 5e-4
 //   Tanh        7    5.2e-7   -        approximate="tanh" only: it is another function, up to 4.7e-4 away from the exact one
 //
@@ -18,8 +19,8 @@
 // branch, no division, no cancellation for negative x. |x| is free: SASS takes it as an operand modifier.
 //
 // Coefficients: own minimax fits of log2 Phi(-a) (Lawson's algorithm in fp64 against 40-digit values), rounded to fp32 one by one
-// from the highest with the rest refitted. Leading ones are negative and P falls monotonically to -inf (checked on 700,000
-// points up to FLT_MAX), so that no clamp is needed. Degree 6 has a positive leading coefficient.
+// from the highest with the rest refitted. P falls monotonically to -inf (checked on 700,000 points up to FLT_MAX): leading ones are
+// negative, so that no clamp is needed, or have one that is free.
 #pragma once
 
 #include <string_view>
@@ -28,7 +29,7 @@
 
 namespace fxfuse {
 
-enum class Gelu { Erf, Accurate, Fast, MeanFine, Mean, Coarse, Tanh };
+enum class Gelu { Erf, Accurate, Fast, MeanFine, Mean, MeanCoarse, Coarse, Tanh };
 
 // True for the tanh form, false for the exact one.
 inline bool gelu_is_tanh(std::string_view approximate) {
@@ -106,27 +107,48 @@ __device__ __forceinline__ float gelu_coarse(float x, float below_inf) {
 
 // Phi(-a) for means over many x. The error in a * Phi(-a) is at most eps * min(a^2, m): near 0, where a zero-mean plane leaves
 // sum(x^2) * 0.4 of its GELU, the mean keeps its digits as well. Only where all x are far below 0 is it nothing beside such an error.
-// Degree 8, eps = 3e-8, m = 1; beside it ex2.approx' own 2e-8.
-__device__ __forceinline__ float gelu_tail_fine(float a) {
-  float p = fmaf(-3.0039431e-06f, a, 4.1863372e-05f);
-  p = fmaf(p, a, -2.0006199e-04f);
-  p = fmaf(p, a, -9.9107772e-05f);
-  p = fmaf(p, a, 7.0102020e-03f);
-  p = fmaf(p, a, -5.2458935e-02f);
-  p = fmaf(p, a, -4.5921945e-01f);
-  p = fmaf(p, a, -1.1511042e+00f);
+// A positive leading coefficient would let P rise again for large a. What it makes of the next one is therefore kept from changing its
+// sign: by the multiplication's own saturation, which costs nothing.
+__device__ __forceinline__ float fma_from_0_to_1(float x, float y, float z) {
+  float result;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(x), "f"(y), "f"(z));
+  return result;
+}
+
+// Degree 7, eps = 3.6e-7, m = 0.25; beside it ex2.approx' own 2e-8.
+__device__ __forceinline__ float gelu_tail_7(float a) {
+  float p = fmaf(-fma_from_0_to_1(-7.9133351e-06f, a, 5.1345087e-05f), a, -4.1847778e-04f);
+  p = fmaf(p, a, 7.3590134e-03f);
+  p = fmaf(p, a, -5.2638579e-02f);
+  p = fmaf(p, a, -4.5918563e-01f);
+  p = fmaf(p, a, -1.1511052e+00f);
   p = fmaf(p, a, -1.0f);
   return exp2_approx(p);
 }
 
 // Degree 5, eps = 2.8e-6, m = 0.25. The mean over N(m, s) is off by at most 6e-6 for m > -1.5 and any s.
-__device__ __forceinline__ float gelu_tail(float a) {
+__device__ __forceinline__ float gelu_tail_5(float a) {
   float p = fmaf(-5.0616434e-04f, a, 7.3247968e-03f);
   p = fmaf(p, a, -5.2450482e-02f);
   p = fmaf(p, a, -4.5930061e-01f);
   p = fmaf(p, a, -1.1510960e+00f);
   p = fmaf(p, a, -1.0f);
   return exp2_approx(p);
+}
+
+// Degree 4, eps = 3.8e-5, m = 0.5. The mean over N(m, s) is off by at most 1e-4 for m > -1.5 and any s.
+__device__ __forceinline__ float gelu_tail_4(float a) {
+  float p = fmaf(-fma_from_0_to_1(-4.8225988e-03f, a, 4.8716623e-02f), a, -4.6100634e-01f);
+  p = fmaf(p, a, -1.1509917e+00f);
+  p = fmaf(p, a, -1.0f);
+  return exp2_approx(p);
+}
+
+template <Gelu form>
+__device__ __forceinline__ float gelu_tail(float a) {
+  if constexpr (form == Gelu::MeanFine) return gelu_tail_7(a);
+  if constexpr (form == Gelu::Mean) return gelu_tail_5(a);
+  if constexpr (form == Gelu::MeanCoarse) return gelu_tail_4(a);
 }
 
 // x * sigmoid(2u), u = sqrt(2/pi) * (x + 0.044715 x^3): the same function as 0.5 x (1 + tanh(u)) without its cancellation for

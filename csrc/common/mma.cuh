@@ -62,15 +62,17 @@ __device__ __forceinline__ uint32_t round_tf32(float x) {
   return bits;
 }
 
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7f800000); }
+
 // x = high + low, both TF32, to 2^-23 of x: three products high * high + high * low + low * high are as accurate as fp32.
-// Rounding the largest finite values up would make inf of them: those are truncated. inf and nan stay whole in high, and low is 0 where
-// the difference would be nan.
+// Rounding the largest finite values up would make inf of them: those are truncated. inf and nan are low alone: then they meet the other
+// operand's high part once, and no low part that is 0, which would make nan of inf.
 __device__ __forceinline__ void split_tf32(float x, uint32_t& high, uint32_t& low) {
-  constexpr uint32_t kInf = 0x7f800000u, kTruncate = 0xffffe000u;
+  constexpr uint32_t kTruncate = 0xffffe000u;
   high = round_tf32(x);
-  if ((high & ~0x80000000u) == kInf) high = __float_as_uint(x) & kTruncate;
+  if (!is_finite(__uint_as_float(high))) high = is_finite(x) ? __float_as_uint(x) & kTruncate : 0u;
   const float rest = x - __uint_as_float(high);
-  low = rest == rest ? round_tf32(rest) : 0u;
+  low = is_finite(x) ? round_tf32(rest) : __float_as_uint(x);
 }
 
 }  // namespace fxfuse
