@@ -141,7 +141,7 @@ def short(location: str) -> str:
 
 def location_of(node: fx.Node) -> str:
     """`file:line` of the user's code that made the node; empty where the graph holds no stack trace."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     frames = [frame for frame in frames if frame[0] not in WRAPPERS]
     # torch.export traces through nn.Module.forward: the frame to show is the innermost one outside torch.
     own = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames

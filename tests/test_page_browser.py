@@ -150,6 +150,7 @@ def test_a_fused_chain_leads_to_its_op_and_back(tmp_path: Path, open_page: Open)
     tab = open_page(saved(tmp_path, Two(), torch.randn(2, 4, 8, 8)))
     tab.click("tr.record.fused")
     assert "tail kernel" in tab.inner_text("#details .note.fused") and tab.inner_text("#details h2") == "conv2d"
+    search(tab, "fxfuse::gelu_pool")
     tab.keyboard.press("Escape")
     click_middle(tab, "after")
     assert tab.inner_text("#details h2").startswith("gelu_pool") and "fxfuse::gelu_pool" in tab.inner_text("#details dl")

@@ -15,16 +15,20 @@ function redraw() {
 function layouter() {
   const source = byId("layout-source").textContent;
   try {
-    const worker = new Worker(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
-    return graph => new Promise((done, failed) => {
-      worker.onmessage = ({ data }) => done(data);
-      worker.onerror = failed;
-      worker.postMessage(graph);
+    const workers = { before: startWorker(source), after: startWorker(source) };
+    return (graph, side) => new Promise((done, failed) => {
+      workers[side].onmessage = ({ data }) => done(data);
+      workers[side].onerror = failed;
+      workers[side].postMessage(graph);
     });
   } catch {
     document.head.append(element("script", {}, source));
     return async graph => window.layout(graph);
   }
+}
+
+function startWorker(source) {
+  return new Worker(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
 }
 
 const layOut = layouter();
@@ -42,12 +46,12 @@ async function opened(number) {
   const graph = graphOf(number), context = canvas.getContext("2d");
   byId("wait").hidden = false;
   byId("graph").disabled = true;
-  for (const side of [graph.before, graph.after]) {
+  await Promise.all([graph.before, graph.after].map(async side => {
     measure(side, context);
-    side.layout = await layOut({ nodes: side.drawn.map(({ box }) => box), edges: side.edges });
+    side.layout = await layOut({ nodes: side.drawn.map(({ box }) => box), edges: side.edges }, side.name);
     side.layout.nodes.forEach((at, index) => Object.assign(side.drawn[index].box, at));
     for (const way of side.layout.edges) way.bounds = boundsOf(way.points);
-  }
+  }));
   Object.assign(state, { graph, selected: null, twin: null, hits: new Set(), found: [], hit: -1, view: new View(graph, () => [canvas.clientWidth, canvas.clientHeight]) });
   byId("details").hidden = true;
   byId("wait").hidden = true;
@@ -171,7 +175,7 @@ function listen() {
     redraw();
   };
   byId("search").oninput = search;
-  byId("search").onkeydown = event => event.key === "Enter" && nextHit(event.shiftKey ? -1 : 1);
+  byId("search").onkeydown = event => { if (event.key === "Enter") nextHit(event.shiftKey ? -1 : 1); };
   byId("fit").onclick = () => { state.view?.fit(); redraw(); };
   byId("graph").onchange = event => open(Number(event.target.value));
   addEventListener("keydown", event => {

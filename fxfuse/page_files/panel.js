@@ -100,7 +100,7 @@ function rows(record, choose) {
     element("td", { title: record.no_repro }, record.repro ? element("a", { href: encodeURIComponent(record.repro) }, "repro") : "–"),
   );
   row.onclick = () => choose(record);
-  row.onkeydown = event => event.key === "Enter" && choose(record);
+  row.onkeydown = event => { if (event.key === "Enter") choose(record); };
   const others = record.candidates.filter(way => way !== chosen).map(way => element("tr", { class: "way" },
     element("td"), element("td"), element("td", {}, element("code", {}, way.op), way.kernel ? ` (${way.kernel})` : ""), element("td"),
     element("td", {}, way.verdict), times(way.us), times(way.op === "inductor" ? null : way.inductor_us), element("td")));
