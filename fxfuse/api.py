@@ -31,7 +31,12 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
 
 def explained(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, dynamic: bool = False, seen: Seen | None = None
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    dynamic: bool = False,
+    seen: Seen | None = None,
 ) -> Report:
     """`explain` with options given, but for `strict`, which has no say; dynamic: with every size symbolic, as `torch.compile` takes it.
 

@@ -18,7 +18,8 @@ DESCRIPTION = """Shows what torch.compile(model, backend="fxfuse") would fuse in
   package.module:factory   the same, from a module that can be imported
 
 Prints the report: a table of the chains that are fused (op, shapes, line of your code, why this op) and one of those that are not (how far
-the match got, where, a sentence that says why and what to do); then a sentence for each --expect that does not hold."""
+the match got, where, a sentence that says why and what to do); then a sentence for each --expect that does not hold. --html writes a page that
+draws each graph before and after, side by side: what was fused and what it became, where near misses stopped and why, what is known of each node."""
 EPILOG = """exit code: 0, 1 if an expectation does not hold, 2 for input that makes no sense, a model that raises among it"""
 
 
@@ -33,10 +34,17 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("target", metavar="module.py:factory", help="the function that returns the model and its inputs")
     parser.add_argument(
-        "--expect", type=_expectation, action="append", default=[], metavar="CHAIN=N", help="exit code 1 unless CHAIN is fused N times; repeatable"
+        "--expect",
+        type=_expectation,
+        action="append",
+        default=[],
+        metavar="CHAIN=N",
+        help="exit code 1 unless CHAIN is fused N times; repeatable",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report, the device and versions to this file")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="draw every graph before and after in this file, a page that needs no network")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page, which needs no network, with the graphs drawn before and after"
+    )
     parser.add_argument("--grad", action="store_true", help="with gradients on; by default the model is captured under torch.no_grad()")
     parser.add_argument("--dynamic", action="store_true", help="with every size symbolic, as under torch.compile(dynamic=True)")
     parser.add_argument("--select", choices=SELECT, help="the option fxfuse.select (default: FXFUSE_SELECT, else auto)")

@@ -101,7 +101,9 @@ def test_parameters_and_buffers_are_state(compiled: bool) -> None:
     assert (kinds.count("state"), kinds.count("input"), kinds.count("call"), kinds.count("output")) == (6, 1, 4, 1)
 
 
-@pytest.mark.parametrize(("model", "shape", "op"), [(ConvNormPoolGelu, (2, 4, 6, 6, 12), "norm_pool_gelu"), (ConvGeluPool, (2, 4, 8, 8), "gelu_pool")])
+@pytest.mark.parametrize(
+    ("model", "shape", "op"), [(ConvNormPoolGelu, (2, 4, 6, 6, 12), "norm_pool_gelu"), (ConvGeluPool, (2, 4, 8, 8), "gelu_pool")]
+)
 def test_what_took_a_chains_place_names_it(model: type[nn.Module], shape: tuple[int, ...], op: str) -> None:
     data = explained(model(), torch.randn(shape))
     (fused,), after = data["report"]["fused"], data["graphs"][0]["after"]
@@ -216,7 +218,9 @@ def test_a_dump_holds_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("broken", ["html", "picture"])
-def test_a_failure_to_draw_costs_the_page_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str) -> None:
+def test_a_failure_to_draw_costs_the_page_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(dump, "_numbers", itertools.count())
     monkeypatch.setattr(page, broken, None)
@@ -234,7 +238,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"] and file.read_text() == "first"
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
 
     def full(text: str, path: Path) -> None:

@@ -113,8 +113,13 @@ def test_it_opens_and_counts_what_the_report_counts(tmp_path: Path, open_page: O
     _, told = written(tmp_path)
     tab = open_page(tmp_path / "page.html", color_scheme=scheme)
     summary = tab.inner_text("#summary")
-    assert f"{len(told['fused'])} fused, {len(told['declined'])} declined in {told['graphs']} graphs" in summary and told["target"] in summary
-    assert (tab.locator("tr.record.fused").count(), tab.locator("tr.record.declined").count()) == (len(told["fused"]), len(told["declined"]))
+    assert (
+        f"{len(told['fused'])} fused, {len(told['declined'])} declined in {told['graphs']} graphs" in summary and told["target"] in summary
+    )
+    assert (tab.locator("tr.record.fused").count(), tab.locator("tr.record.declined").count()) == (
+        len(told["fused"]),
+        len(told["declined"]),
+    )
     assert tab.locator("#graph option").count() == told["graphs"]
     assert all(share > 0.005 for share in inked(tab))
     assert told["declined"][0]["reason"] in tab.inner_text("tr.record.declined")

@@ -188,9 +188,9 @@ function listen() {
 
 function head() {
   const { fused, declined, graphs, target, compile_id, number, devices, options, stopped, unmet } = DATA.report;
-  const what = target ?? (compile_id !== null ? `graph ${number}, compile id ${compile_id}` : `graph ${number}`);
+  const what = target ?? [number === null ? "" : `graph ${number}`, compile_id === null ? "" : `compile id ${compile_id}`].filter(Boolean).join(", ");
   byId("summary").textContent = [`${fused.length} fused, ${declined.length} declined in ${graphs} graph${graphs === 1 ? "" : "s"}`, what, devices.map(({ name }) => name).join(", "), `select ${options.select}`].filter(Boolean).join(" · ");
-  document.title = `fxfuse: ${what}`;
+  document.title = what ? `fxfuse: ${what}` : "fxfuse";
   const told = [...(stopped ? [`stopped: ${stopped}`] : []), ...unmet];
   byId("stopped").textContent = told.join("; ");
   byId("stopped").hidden = !told.length;

@@ -13,7 +13,7 @@ function measure(side, context) {
     const told = entry.records.filter(record => entry.role === "miss" && record.stop === entry.name);
     const lines = [{ font: "name", text: titleOf(entry) }, { font: "small", text: entry.values.slice(0, 2).map(shapeOf).join(", ") }];
     if (entry.stands) lines.push({ font: "text", text: choiceOf(entry.stands) }, { font: "text", text: timesOf(entry.stands) });
-    const badge = badgeOf(entry) ? BOX.badge : 0, needed = Math.max(...lines.map(line => widthOf(context, line))) + badge + 2 * BOX.padding;
+    const badge = BOX.badge * Math.sqrt(badgeOf(entry).length), needed = Math.max(...lines.map(line => widthOf(context, line))) + badge + 2 * BOX.padding;
     const width = told.length ? BOX.wide : Math.ceil(Math.min(BOX.wide, Math.max(BOX.least, needed))), inner = width - 2 * BOX.padding;
     entry.lines = lines.filter(({ text }) => text).map(line => ({ ...line, text: cut(context, line, inner - badge) }));
     for (const record of told) for (const text of wrapped(context, `${record.number}: ${record.chain} stops here. ${record.reason}`, inner)) entry.lines.push({ font: "text", text });
@@ -187,8 +187,10 @@ function paintText(context, colours, entry, left, top) {
 function paintMark(context, { view, colours }, entry) {
   const number = badgeOf(entry);
   if (!number) return;
-  const { x, y, width, height } = entry.box, size = MARK * Math.max(1, 0.6 / view.scale), legible = view.scale >= LEGIBLE;
-  const at = legible ? { x: x + width / 2 - MARK - 4, y: y - height / 2 + MARK + 4 } : { x, y };
+  const { x, y, width, height } = entry.box, legible = view.scale >= LEGIBLE;
+  // Two digits need a larger mark, above all in a triangle.
+  const size = legible ? MARK * (1 + 0.25 * (number.length - 1)) : MARK * Math.max(1, 0.6 / view.scale);
+  const at = legible ? { x: x + width / 2 - size - 4, y: y - height / 2 + size + 4 } : { x, y };
   context.beginPath();
   if (entry.role === "fused") context.arc(at.x, at.y, size, 0, 2 * Math.PI);
   else {
@@ -204,7 +206,7 @@ function paintMark(context, { view, colours }, entry) {
   context.textAlign = "center";
   context.textBaseline = "middle";
   context.fillStyle = colours.ground;
-  context.fillText(number, at.x, at.y + 1);
+  context.fillText(number, at.x, at.y + (entry.role === "fused" ? 1 : 2));
 }
 
 // From each fused chain to what it became.

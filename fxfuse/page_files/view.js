@@ -78,8 +78,8 @@ class View {
   /* The whole graph, both sides. */
   fit() {
     const { width, height } = this.pane("before"), { before, after } = this.sides;
-    const wide = Math.max(before.layout.width, after.layout.width) + 60, high = Math.max(before.layout.height, after.layout.height) + 100;
-    this.scale = Math.max(SCALE.least, Math.min(1.2, width / wide, height / high));
+    const wide = Math.max(before.layout.width, after.layout.width), high = Math.max(before.layout.height, after.layout.height);
+    this.scale = Math.max(SCALE.least, Math.min(1.2, (width - 50) / wide, (height - 60) / high));
     this.middle = { x: before.layout.width / 2, y: before.layout.height / 2 };
     this.shift = (after.layout.width - before.layout.width) / 2;
   }
@@ -104,15 +104,27 @@ function anchorsOf({ before, after }) {
     const heights = stands.nodes.map(name => before.all.get(name).box.y);
     pairs.push([heights[heights.length - 1], box.y]);
   }
-  pairs.sort((a, b) => a[0] - b[0]);
-  const growing = [[0, 0]];
+  return [[0, 0], ...growing(pairs), [before.layout.height, after.layout.height]];
+}
+
+// As many of the pairs as possible such that both of their numbers grow from one to the next.
+function growing(pairs) {
+  pairs.sort((a, b) => a[0] - b[0] || b[1] - a[1]);
+  // best[n] ends the sequence of n + 1 pairs with the least second number.
+  const best = [], before = new Map();
   for (const pair of pairs) {
-    const last = growing[growing.length - 1];
-    if (pair[0] > last[0] && pair[1] > last[1]) growing.push(pair);
+    let low = 0, high = best.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (best[middle][1] < pair[1]) low = middle + 1;
+      else high = middle;
+    }
+    before.set(pair, best[low - 1]);
+    best[low] = pair;
   }
-  const ends = [before.layout.height, after.layout.height], last = growing[growing.length - 1];
-  if (ends[0] > last[0] && ends[1] > last[1]) growing.push(ends);
-  return growing;
+  const found = [];
+  for (let pair = best[best.length - 1]; pair; pair = before.get(pair)) found.push(pair);
+  return found.reverse();
 }
 
 // A height of one side (from: 0 before, 1 after) on the other, on the line between the nearest anchors.
