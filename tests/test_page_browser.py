@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from models import ConvGeluPool, fuse, traced_graph
 from test_page import MODEL, NASTY, Two, explained, written
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fxfuse import library, page
 from fxfuse.document import document
@@ -75,7 +76,7 @@ def as_if_every_library_were_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[
         yield
 
 
-def saved(directory: Path, model: nn.Module, *args: torch.Tensor) -> Path:
+def saved(directory: Path, model: Callable[..., Any], *args: torch.Tensor) -> Path:
     """The page of an explain."""
     data = explained(model, *args)
     file = directory / "page.html"
@@ -188,6 +189,13 @@ def test_names_of_the_users_are_text(tmp_path: Path, open_page: Open) -> None:
     tab.click("tr.record.declined")
     tab.wait_for_selector("#details:not([hidden])")
     assert NASTY in tab.inner_text("#details dl") and "</script><!-- é" in tab.inner_text("#details pre.source")
+
+
+def test_a_chain_in_a_body_is_told_of_at_its_body(tmp_path: Path, open_page: Open) -> None:
+    model = ConvGeluPool()
+    tab = open_page(saved(tmp_path, lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(2, 4, 8, 8)))
+    tab.click("tr.record.declined")
+    assert tab.inner_text("#details h2").startswith("wrap_body") and "in the body of a higher-order op" in tab.inner_text("#details .note.declined")
 
 
 def test_a_graph_without_candidates(tmp_path: Path, open_page: Open) -> None:
