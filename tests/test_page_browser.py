@@ -182,6 +182,41 @@ def test_search_goes_round_and_finds_parameters(tmp_path: Path, open_page: Open)
     assert tab.inner_text("#hits") == "0 found"
 
 
+def test_moving_and_zooming(tmp_path: Path, open_page: Open) -> None:
+    tab = open_page(saved(tmp_path, Two(), torch.randn(2, 4, 8, 8)))
+    box = tab.locator("#picture").bounding_box()
+    x, y = box["x"] + box["width"] / 8, box["y"] + box["height"] / 3
+    view = "() => ({ scale: state.view.scale, ...state.view.middle, under: state.view.toDrawing('before', { x: %f, y: %f }) })" % (
+        x,
+        y - box["y"],
+    )
+    views = [tab.evaluate(view)]
+    tab.mouse.move(x, y)
+    tab.mouse.wheel(0, 50)
+    tab.wait_for_timeout(100)
+    views.append(tab.evaluate(view))
+    tab.mouse.down()
+    tab.mouse.move(x + 30, y + 40)
+    tab.mouse.up()
+    views.append(tab.evaluate(view))
+    tab.mouse.move(x, y)
+    tab.keyboard.down("Control")
+    tab.mouse.wheel(0, -100)
+    tab.keyboard.up("Control")
+    tab.wait_for_timeout(100)
+    views.append(tab.evaluate(view))
+    assert [step["scale"] for step in views[:3]] == [views[0]["scale"]] * 3 and views[3]["scale"] > 1.1 * views[2]["scale"]
+    scale = views[0]["scale"]
+    assert views[1]["y"] - views[0]["y"] == pytest.approx(50 / scale)
+    assert (views[1]["x"] - views[2]["x"], views[1]["y"] - views[2]["y"]) == pytest.approx((30 / scale, 40 / scale))
+    # What lies under the pointer stays there, to a pixel.
+    assert (views[3]["under"]["x"], views[3]["under"]["y"]) == pytest.approx((views[2]["under"]["x"], views[2]["under"]["y"]), abs=1)
+    # Dragging is no click.
+    assert tab.is_hidden("#details")
+    tab.click("#fit")
+    assert tab.evaluate(view)["scale"] == pytest.approx(scale)
+
+
 def test_names_of_the_users_are_text(tmp_path: Path, open_page: Open) -> None:
     written(tmp_path / NASTY)
     tab = open_page(tmp_path / NASTY / "page.html")
@@ -195,7 +230,9 @@ def test_a_chain_in_a_body_is_told_of_at_its_body(tmp_path: Path, open_page: Ope
     model = ConvGeluPool()
     tab = open_page(saved(tmp_path, lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(2, 4, 8, 8)))
     tab.click("tr.record.declined")
-    assert tab.inner_text("#details h2").startswith("wrap_body") and "in the body of a higher-order op" in tab.inner_text("#details .note.declined")
+    assert tab.inner_text("#details h2").startswith("wrap_body") and "in the body of a higher-order op" in tab.inner_text(
+        "#details .note.declined"
+    )
 
 
 def test_a_graph_without_candidates(tmp_path: Path, open_page: Open) -> None:

@@ -161,8 +161,9 @@ function listen() {
   canvas.onwheel = event => {
     event.preventDefault();
     if (!state.view) return;
-    if (event.ctrlKey || event.metaKey || !event.shiftKey) state.view.zoom(Math.exp(-event.deltaY * 0.0015), pointOf(event));
-    else state.view.pan(0, -event.deltaY);
+    // A pinch on a touchpad comes as a wheel with Ctrl.
+    if (event.ctrlKey || event.metaKey) state.view.zoom(Math.exp(-event.deltaY * 0.003), pointOf(event));
+    else state.view.pan(-event.deltaX, -event.deltaY);
     redraw();
   };
   canvas.onkeydown = event => {

@@ -1,7 +1,7 @@
 // The texts in a node's box, and the canvas.
 "use strict";
 
-const FONT = { name: "600 12.5px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace", small: "11.5px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace", text: "12px system-ui, sans-serif" };
+const FONT = { name: "600 12.5px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace", small: "11.5px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace", text: "12px system-ui, sans-serif", mark: "10px system-ui, sans-serif" };
 const BOX = { least: 150, wide: 300, badge: 26, padding: 9, line: 16 };
 // Below this scale a node is its colour and mark alone.
 const LEGIBLE = 0.42;
@@ -202,7 +202,7 @@ function paintMark(context, { view, colours }, entry) {
   context.fillStyle = colours[entry.role === "fused" ? "fused-edge" : "miss-edge"];
   context.fill();
   if (!legible) return;
-  context.font = FONT.text;
+  context.font = number.length > 1 ? FONT.mark : FONT.text;
   context.textAlign = "center";
   context.textBaseline = "middle";
   context.fillStyle = colours.ground;
