@@ -66,7 +66,7 @@ function nodeButton(entry, go) {
 function recordNote(graph, record, go) {
   const note = element("div", { class: `note ${record.verdict}` }, element("strong", {}, `${record.number}: ${record.chain}, ${choiceOf(record)}`));
   if (record.verdict === "declined") note.append(element("div", {}, `got to ${record.reached}, stopped at ${record.node}${record.body ? ` in ${record.body}` : ""}: ${record.reason}`));
-  else note.append(element("div", {}, [record.choice, timesOf(record)].filter(Boolean).join("; ")), element("div", {}, record.shapes));
+  else note.append(element("div", {}, record.choice), element("div", {}, record.choice.startsWith("predicted") ? "" : timesOf(record)), element("div", {}, record.shapes));
   const chain = record.body ? [] : record.nodes.map(name => graph.before.all.get(name));
   note.append(...chain.filter(Boolean).map(entry => nodeButton(entry, go)));
   const became = (record.became ?? []).map(name => graph.after.all.get(name)).filter(entry => entry.at >= 0);
