@@ -16,6 +16,8 @@ from .chain import chain_names
 from .options import Options, split
 from .report import Report
 
+Seen = Callable[[fx.Graph, fx.Graph], None]
+
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """What `torch.compile(model, backend="fxfuse")` would fuse when called with these arguments, and why not the rest.
@@ -29,16 +31,24 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
 
 def explained(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, dynamic: bool = False
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    dynamic: bool = False,
+    seen: Seen | None = None,
 ) -> Report:
-    """`explain` with options given, but for `strict`, which has no say; dynamic: with every size symbolic, as `torch.compile` takes it."""
+    """`explain` with options given, but for `strict`, which has no say; dynamic: with every size symbolic, as `torch.compile` takes it.
+
+    seen: is given each graph before and after rewriting.
+    """
     options = dataclasses.replace(options, strict=False)
     report = Report()
 
     model, mode = torch_private.uncompiled(model), torch_private.new_fake_mode()
 
     def capture(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        report.extend(_explained(gm, options))
+        report.extend(_explained(gm, options, seen))
         # A model held in a closure brings real tensors: they are not to be written to.
         return lambda *inputs: gm(*torch_private.faked(inputs, mode))
 
@@ -82,7 +92,9 @@ def _on_fake_state(model: Callable[..., Any], mode: Any) -> Callable[..., Any]:
     module = isinstance(model, nn.Module)
     state = torch_private.faked({**dict(model.named_parameters()), **dict(model.named_buffers())}, mode) if module else {}
     for tensor in state.values():
-        torch._dynamo.mark_static(tensor)  # as parameters are: under dynamic shapes the inputs' sizes alone vary
+        # As a compilation marks a module's own: under dynamic shapes the inputs' sizes alone vary.
+        torch._dynamo.mark_static(tensor)
+        torch._dynamo.mark_static_address(tensor, guard=False)
 
     def on_fake_state(*args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(model, state, args, kwargs) if module else model(*args, **kwargs)
@@ -91,8 +103,10 @@ def _on_fake_state(model: Callable[..., Any], mode: Any) -> Callable[..., Any]:
     return types.FunctionType(on_fake_state.__code__.replace(), globals(), closure=on_fake_state.__closure__)
 
 
-def _explained(gm: fx.GraphModule, options: Options) -> Report:
+def _explained(gm: fx.GraphModule, options: Options, seen: Seen | None) -> Report:
     graph, report = engine.fuse(gm.graph, options, unavailable=lambda device: library.unavailable(device, build=False))
     report.before.append(torch_private.readable(gm.graph))
     report.after.append(torch_private.readable(graph))
+    if seen is not None:
+        seen(gm.graph, graph)
     return report

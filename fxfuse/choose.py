@@ -67,10 +67,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Choice:
-    """Whether to take an implementation, and the sentence that the report shows for it."""
+    """Whether to take an implementation, the sentence that the report shows for it, and predicted microseconds of it and of Inductor."""
 
     taken: bool
     why: str
+    us: float | None = None
+    inductor_us: float | None = None
 
 
 def decide(cost: Cost, rates: Rates | None, select: str) -> Choice:
@@ -92,7 +94,7 @@ def _by_time(cost: Cost, rates: Rates) -> Choice:
     convolution = _floor(cost.convolution, rates)
     own = op.bytes / rates.bandwidth + work + op.kernels * rates.launch + rates.call + (0.0 if op.flops else convolution)
     theirs = convolution + inductor.bytes / rates.inductor_bandwidth + inductor.kernels * rates.launch
-    return Choice(own <= theirs, f"predicted {own:.0f} us, Inductor at least {theirs:.0f} us")
+    return Choice(own <= theirs, f"predicted {own:.0f} us, Inductor at least {theirs:.0f} us", own, theirs)
 
 
 def _floor(convolution: Convolution, rates: Rates) -> float:

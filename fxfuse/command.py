@@ -49,6 +49,14 @@ def check_file(option: str, path: Path | None) -> None:
 
 def write_json(result: dict[str, Any], path: Path) -> None:
     """Writes the file as a whole or not at all."""
+    write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Writes the file as a whole or not at all; raises OSError where it cannot."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,23 +1,32 @@
-"""`report.json`: one compiled graph's report as plain JSON, to be read without fxfuse.
+"""The report as plain JSON, to be read without fxfuse: `report.json` of a dump, `fxfuse explain --json`, the artifact `fxfuse_report` of a
+trace, and the figures in `report.html`.
 
-Schema 1, every key always there:
+Schema 2, every key always there:
 
 | key        | value                                                                                                             |
 |------------|-------------------------------------------------------------------------------------------------------------------|
-| schema     | 1; raised when a key changes its meaning or goes                                                                  |
+| schema     | 2; raised when a key changes its meaning or goes                                                                  |
 | torch, cuda, python, fxfuse | versions; cuda is null for a torch without                                                       |
 | time       | when the compilation was through, UTC, ISO 8601                                                                   |
 | pid, rank  | the process; the rank in torch.distributed or torchrun's, else null                                               |
-| number     | the graph's number in its process, from 0                                                                         |
+| number     | a compiled graph's number in its process, from 0; null for explain                                                |
 | compile_id | Dynamo's name of the compilation, as in logs and tlparse ("0/0"); null outside one                                |
-| devices    | devices of the graph's tensors: [{"device": "cuda:0", "name": ...}]                                               |
+| target     | the model that explain was given, as it was named on the command line; null for a compiled graph                 |
+| grad       | whether gradients were on                                                                                         |
+| dynamic    | whether explain was asked for symbolic sizes; null for a compiled graph                                           |
+| devices    | devices of the tensors: [{"device": "cuda:0", "name": ...}]                                                       |
 | options    | fxfuse's options in force by name, and under "inductor" the options that go to it                                 |
+| graphs     | number of FX graphs: 1 for a compiled graph, any number for explain                                               |
 | stopped    | why fxfuse did not go to the end, or what compiling raised; else null                                             |
-| fused      | replaced chains: the fields of `report.Fused`, candidates as [{"op", "verdict"}], and "repro", "no_repro"          |
+| fused      | replaced chains: the fields of `report.Fused`, and "repro", "no_repro"                                            |
 | declined   | chains left alone: the fields of `report.Declined`, and "repro", "no_repro"                                       |
-| files      | names of the other files in the folder                                                                            |
+| expected   | what explain was asked to find: chain -> number of times; {} for a compiled graph                                 |
+| unmet      | a sentence for each expectation that does not hold                                                                |
+| files      | names of the other files in the folder of a dump                                                                  |
 
-"repro" is the script that rebuilds the chain; where there is none it is null and "no_repro" says why. Nodes are named as in `before.py`.
+A record's "graph" is the number of its graph, from 0, within this report, and its nodes are named as in that graph (in a dump's
+`before.py`). Its "candidates" are objects with the fields of `report.Candidate`: "us" and "inductor_us" are microseconds as numbers or
+null. "repro" is the script that rebuilds the chain; where there is none it is null and "no_repro" says why.
 """
 
 from __future__ import annotations
@@ -25,7 +34,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +46,7 @@ from .options import Options
 from .report import Report
 from .values import value_of
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,25 +59,41 @@ class Repro:
 
 
 def document(
-    report: Report, options: Options, inductor: Mapping[str, Any], devices: Sequence[torch.device], number: int, repros: Sequence[Repro]
+    report: Report,
+    options: Options,
+    devices: Sequence[torch.device],
+    *,
+    inductor: Mapping[str, Any] | None = None,
+    repros: Sequence[Repro] = (),
+    **more: Any,
 ) -> dict[str, Any]:
-    """A report as in `report.json`. inductor: options of Inductor's. repros: of all fused chains, then of all declined ones."""
-    records = [{**dataclasses.asdict(record), **_told(repro)} for record, repro in zip([*report.fused, *report.declined], repros)]
-    return {
+    """A report in the schema above. inductor: options of Inductor's. repros: of all fused chains, then of all declined ones; none at all
+    where no scripts were asked for. more: further keys of the schema; those that are left out have the value that says "not given".
+    """
+    chains = [*report.fused, *report.declined]
+    records = [{**dataclasses.asdict(record), **_told(repro)} for record, repro in zip(chains, repros or [Repro()] * len(chains))]
+    told = {
         "schema": SCHEMA,
         **versions(),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "pid": os.getpid(),
         "rank": rank(),
-        "number": number,
+        "number": None,
         "compile_id": torch_private.compile_id(),
+        "target": None,
+        "grad": torch.is_grad_enabled(),
+        "dynamic": None,
         "devices": [{"device": str(device), "name": _name(device)} for device in devices],
-        "options": {**dataclasses.asdict(options), "inductor": dict(inductor)},
+        "options": {**dataclasses.asdict(options), "inductor": dict(inductor or {})},
+        "graphs": report.graphs,
         "stopped": report.stopped,
         "fused": records[: len(report.fused)],
         "declined": records[len(report.fused) :],
+        "expected": {},
+        "unmet": [],
         "files": [],
     }
+    return {**told, **more}
 
 
 def rank() -> int | None:
@@ -81,8 +106,12 @@ def rank() -> int | None:
 
 def devices_of(graph: fx.Graph) -> list[torch.device]:
     """The devices of the tensors in a graph, by name."""
-    values = map(value_of, graph.nodes)
-    return sorted({value.device for value in values if isinstance(value, torch.Tensor)}, key=str)
+    return distinct(value for value in map(value_of, graph.nodes) if isinstance(value, torch.Tensor))
+
+
+def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """The devices of tensors, by name."""
+    return sorted({tensor.device for tensor in tensors}, key=str)
 
 
 def _name(device: torch.device) -> str:

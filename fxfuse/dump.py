@@ -3,6 +3,7 @@
     <dump>/0003-pid4711/        the fourth graph of process 4711; of rank 1: 0003-rank1-pid4711
         before.py, after.py     the graph as Dynamo captured it, and as fxfuse handed it to Inductor
         report.json             see `fxfuse.document`
+        report.html             the same to look at: see `fxfuse.page`
         repro_0_<chain>.py ...  one script for each fused and each declined chain
 
 A folder appears as a whole or not at all. Nothing here makes a compilation fail, under `fxfuse.strict` neither.
@@ -21,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from . import folder, torch_private
+from . import folder, page, torch_private
 from .document import Repro, devices_of, document
 from .options import Options
 from .report import Report
@@ -55,7 +56,9 @@ class Record:
         self._report = Report(graphs=1)
         self._repros: list[Repro] = []
         self._files: dict[str, str] = {}
+        self._pictures: dict[str, page.Picture] = {}
         self.begin()
+        self._draw("before", self._graph)
 
     @_never_raises
     def begin(self) -> None:
@@ -76,6 +79,7 @@ class Record:
         if self._options.dump is not None:
             self._repros = repros(self._gm, self._graph, report, self._options, self._inductor)
             self._files.update({repro.file: repro.text for repro in self._repros if repro.file})
+        self._draw("after", self._gm.graph)
 
     @_never_raises
     def finish(self, error: Exception | None = None) -> None:
@@ -83,8 +87,9 @@ class Record:
         if not self._wanted:
             return
         number = next(_numbers)  # a capture that Dynamo starts anew takes none
-        told = document(self._report, self._options, self._inductor, self._devices, number, self._scripts())
+        told = document(self._report, self._options, self._devices, inductor=self._inductor, repros=self._scripts(), number=number)
         told["stopped"] = told["stopped"] or (error and f"{type(error).__name__}: {error}")
+        self._write_page(told)
         told["files"] = sorted(self._files)
         text = json.dumps(told, indent=1, default=str) + "\n"
         torch_private.trace_artifact("fxfuse_report", "json", lambda: text)
@@ -99,6 +104,19 @@ class Record:
             return [Repro()] * len(records)
         made = dict(zip(map(id, (*self._chains.fused, *self._chains.declined)), self._repros))
         return [made.get(id(record), Repro()) for record in records]
+
+    @_never_raises
+    def _draw(self, name: str, graph: fx.Graph) -> None:
+        """Notes what the page shows of a graph."""
+        if self._options.dump is not None:
+            self._pictures[name] = page.picture(graph)
+
+    @_never_raises
+    def _write_page(self, told: Mapping[str, Any]) -> None:
+        """Adds the page to the files, where there is a graph to draw."""
+        if "before" in self._pictures:
+            after = self._pictures.get("after", self._pictures["before"])  # an exception inside fxfuse leaves the graph as it was
+            self._files["report.html"] = page.html(told, [(self._pictures["before"], after)])
 
     def _listing(self, name: str, graph: fx.Graph) -> None:
         text = f"{torch_private.imports_of(graph)}\n\n\n{torch_private.readable(graph)}"

@@ -123,7 +123,7 @@ def _decide(
         return _declined(found, found.anchor.node, missing)
     weighed = weigh(found, options, timer)
     if weighed.taken is None:
-        return _declined(found, found.anchor.node, weighed.why)
+        return replace(_declined(found, found.anchor.node, weighed.why), candidates=weighed.candidates)
     return Plan(found, weighed)
 
 

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .command import CommandError, check_file, in_a_word, write_json
+from .command import CommandError, check_file, in_a_word, write_json, write_text
 from .options import SELECT
 
 DESCRIPTION = """Shows what torch.compile(model, backend="fxfuse") would fuse in a model, and why not the rest, without running a kernel.
@@ -18,7 +18,8 @@ DESCRIPTION = """Shows what torch.compile(model, backend="fxfuse") would fuse in
   package.module:factory   the same, from a module that can be imported
 
 Prints the report: a table of the chains that are fused (op, shapes, line of your code, why this op) and one of those that are not (how far
-the match got, where, a sentence that says why and what to do); then a sentence for each --expect that does not hold."""
+the match got, where, a sentence that says why and what to do); then a sentence for each --expect that does not hold. --html writes a page that
+draws each graph before and after, side by side: what was fused and what it became, where near misses stopped and why, what is known of each node."""
 EPILOG = """exit code: 0, 1 if an expectation does not hold, 2 for input that makes no sense, a model that raises among it"""
 
 
@@ -33,9 +34,17 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("target", metavar="module.py:factory", help="the function that returns the model and its inputs")
     parser.add_argument(
-        "--expect", type=_expectation, action="append", default=[], metavar="CHAIN=N", help="exit code 1 unless CHAIN is fused N times; repeatable"
+        "--expect",
+        type=_expectation,
+        action="append",
+        default=[],
+        metavar="CHAIN=N",
+        help="exit code 1 unless CHAIN is fused N times; repeatable",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report, the device and versions to this file")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page, which needs no network, with the graphs drawn before and after"
+    )
     parser.add_argument("--grad", action="store_true", help="with gradients on; by default the model is captured under torch.no_grad()")
     parser.add_argument("--dynamic", action="store_true", help="with every size symbolic, as under torch.compile(dynamic=True)")
     parser.add_argument("--select", choices=SELECT, help="the option fxfuse.select (default: FXFUSE_SELECT, else auto)")
@@ -45,6 +54,7 @@ def add_parser(commands: Any) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit code; raises CommandError for bad input."""
     check_file("--json", arguments.json)
+    check_file("--html", arguments.html)
     from . import expect, factory
     from .chain import chain_names
     from .options import split
@@ -58,27 +68,45 @@ def main(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(f"--expect: {error}") from error
     model, inputs = factory.build(arguments.target)
-    report = _explained(arguments, model, inputs, options)
+    drawn: list[Any] = []
+    report = _explained(arguments, model, inputs, options, drawn)
     print(report)
     unmet = [str(one) for one in expect.unmet(report, expected, options)]
     if unmet:
         print("", *unmet, sep="\n")
-    if arguments.json:
-        from .report_json import as_json
+    if arguments.json or arguments.html:
+        from .document import distinct, document
 
         asked = {"target": arguments.target, "grad": arguments.grad, "dynamic": arguments.dynamic, "expected": expected, "unmet": unmet}
-        write_json(as_json(report, options, factory.device_of(model, inputs), **asked), arguments.json)
+        told = document(report, options, distinct(factory.tensors_of(model, inputs)), **asked)
+        _write(told, drawn, arguments)
     return 1 if unmet else 0
 
 
-def _explained(arguments: argparse.Namespace, model: Any, inputs: tuple[Any, ...], options: Any) -> Any:
+def _write(told: dict[str, Any], drawn: list[Any], arguments: argparse.Namespace) -> None:
+    try:
+        if arguments.json:
+            write_json(told, arguments.json)
+        if arguments.html:
+            from . import page
+
+            write_text(page.html(told, drawn), arguments.html)
+    except OSError as error:
+        raise CommandError(f"{error.filename or arguments.json} cannot be written: {error.strerror}") from error
+
+
+def _explained(arguments: argparse.Namespace, model: Any, inputs: tuple[Any, ...], options: Any, drawn: list[Any]) -> Any:
+    """The report; with --html, what the page shows of each graph is added to `drawn`."""
     import torch
 
-    from . import api, torch_private
+    from . import api, page, torch_private
+
+    def draw(before: Any, after: Any) -> None:
+        drawn.append((page.picture(before), page.picture(after)))
 
     try:
         with torch.set_grad_enabled(arguments.grad):
-            return api.explained(model, inputs, {}, options, arguments.dynamic)
+            return api.explained(model, inputs, {}, options, arguments.dynamic, draw if arguments.html else None)
     except Exception as error:
         sentence = f"the model of {arguments.target} raises {in_a_word(torch_private.cause(error))} {torch_private.user_line(error)}"
         raise CommandError(sentence.strip()) from error

@@ -18,6 +18,9 @@ from .view import Call
 # What debuggers, profilers and later passes read off a node; a replacement inherits it from the node it stands for.
 INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node")
 
+# Under this key a node's meta holds the names of the chain's nodes, in chain order.
+STANDS_FOR = "fxfuse_stands_for"
+
 
 class RewriteError(RuntimeError):
     """A replacement does not stand for the chain it replaces (a defect in a pass, not in the user's model)."""
@@ -89,6 +92,7 @@ class Emitter:
         with self._graph.inserting_before(self._last):
             node = self._graph.create_node(kind, target, tuple(args))
         node.meta = {key: copy.copy(meta[key]) for key in INHERITED if key in meta}
+        node.meta[STANDS_FOR] = tuple(replaced.name for replaced in self._match.in_order)
         return node
 
     def _annotate(self, node: fx.Node, value: torch.Tensor) -> None:

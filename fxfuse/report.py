@@ -7,7 +7,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -22,10 +22,18 @@ WRAPPERS = (f"{TORCH}nn/utils/stateless.py", f"{TORCH}_functorch/functional_call
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a chain: an op of fxfuse's, or "inductor" where it was timed; its predicted or measured time, or why it cannot be."""
+    """One way to compute a chain: an op of fxfuse's, or "inductor" where it was timed; its predicted or measured time, or why it cannot be.
+
+    us, inductor_us: its microseconds, and those of Inductor instead (predicted: at least); None where there is no figure.
+    measured: they were timed, not predicted. kernel: "fused" with the convolution inside, "tail" behind it, "" where it cannot be or is Inductor's.
+    """
 
     op: str
     verdict: str
+    us: float | None = None
+    inductor_us: float | None = None
+    measured: bool = False
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Fused:
 
     shapes: "input -> convolution output -> result", each as [N, C, ...]; symbolic sizes by name.
     choice: why this implementation was taken. candidates: every way that was weighed, this one included.
-    location: file:line of the convolution in the user's code.
+    location: file:line of the convolution in the user's code. graph: number of its graph within the report.
     """
 
     chain: str
@@ -44,6 +52,7 @@ class Fused:
     choice: str
     location: str
     candidates: tuple[Candidate, ...] = ()
+    graph: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Declined:
     """A candidate that was left as it was: how far the match got, the node where it stopped, and a sentence to act on.
 
     nodes: the chain's nodes as far as the match got. body: the attribute that holds their graph, if it is the body of a higher-order op.
+    candidates: every way that was weighed, where it came to that. graph: number of its graph within the report.
     """
 
     chain: str
@@ -60,6 +70,8 @@ class Declined:
     location: str
     nodes: tuple[str, ...] = ()
     body: str = ""
+    candidates: tuple[Candidate, ...] = ()
+    graph: int = 0
 
 
 @dataclass
@@ -78,9 +90,9 @@ class Report:
     after: list[str] = field(default_factory=list)
 
     def extend(self, other: Report) -> None:
-        """Adds the records of another report to this one."""
-        self.fused += other.fused
-        self.declined += other.declined
+        """Adds the records of another report to this one, whose graphs are numbered on."""
+        self.fused += [replace(record, graph=self.graphs + record.graph) for record in other.fused]
+        self.declined += [replace(record, graph=self.graphs + record.graph) for record in other.declined]
         self.graphs += other.graphs
         self.before += other.before
         self.after += other.after
@@ -129,11 +141,17 @@ def short(location: str) -> str:
 
 def location_of(node: fx.Node) -> str:
     """`file:line` of the user's code that made the node; empty where the graph holds no stack trace."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     frames = [frame for frame in frames if frame[0] not in WRAPPERS]
     # torch.export traces through nn.Module.forward: the frame to show is the innermost one outside torch.
     own = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""
+
+
+def stack_of(node: fx.Node) -> str:
+    """The stack trace of the user's code that made the node, as Python prints it; empty where the graph holds none."""
+    frames = re.split(r'^(?=  File ")', node.meta.get("stack_trace") or "", flags=re.MULTILINE)
+    return "".join(frame for frame in frames if not frame.startswith(tuple(f'  File "{file}"' for file in WRAPPERS)))
 
 
 def text_of(shape: Sequence[int | torch.SymInt]) -> str:

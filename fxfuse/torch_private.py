@@ -264,6 +264,13 @@ def compile_id() -> str | None:
     return None if current is None else str(current)
 
 
+def is_state(node: fx.Node) -> bool:
+    """Whether a node stands for a parameter or buffer: Dynamo makes them placeholders, and marks those that keep their place in memory."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    marked = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+    return node.op == "get_attr" or (node.op == "placeholder" and (marked or isinstance(value, nn.Parameter)))
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether `tensor` stands for a plain tensor or parameter, not for another subclass (DTensor) or a functorch wrapper."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):

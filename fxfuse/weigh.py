@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .chain import Implementation, first_failure
-from .choose import decide, rates_of
+from .choose import Cost, decide, rates_of
 from .match import Match
 from .options import Options
 from .report import Candidate
@@ -36,27 +36,38 @@ def weigh(match: Match, options: Options, timer: Timer | None) -> Weighed:
     times = timer(match, possible)
     if isinstance(times, str):
         return _by_rule(match, options, possible, impossible, f"not timed ({times}); ")
-    return _by_times(times, possible, impossible)
+    return _by_times(match, times, possible, impossible)
 
 
 def _by_rule(match: Match, options: Options, possible: list[Implementation], impossible: list[Candidate], note: str = "") -> Weighed:
     rates = rates_of(match.anchor.value.device)
-    choices = {i: decide(i.cost(**match.calls), rates, options.select) for i in possible}
+    costs = {i: i.cost(**match.calls) for i in possible}
+    choices = {i: decide(cost, rates, options.select) for i, cost in costs.items()}
+
+    def candidate(i: Implementation, verdict: str) -> Candidate:
+        return Candidate(i.op, verdict, choices[i].us, choices[i].inductor_us, kernel=_kernel(costs[i]))
+
     taken = next((i for i, choice in choices.items() if choice.taken), None)
     if taken is None:
-        left = [Candidate(i.op, f"left to Inductor: {note}{choice.why}") for i, choice in choices.items()]
+        left = [candidate(i, f"left to Inductor: {note}{choice.why}") for i, choice in choices.items()]
         return Weighed(None, _sentence(impossible + left), tuple(impossible + left))
-    weighed = [Candidate(i.op, choice.why) for i, choice in choices.items() if i is taken or options.select == "auto" or not choice.taken]
+    weighed = [candidate(i, choice.why) for i, choice in choices.items() if i is taken or options.select == "auto" or not choice.taken]
     return Weighed(taken, note + choices[taken].why, tuple(impossible + weighed))
 
 
-def _by_times(times: Mapping[str, float], possible: list[Implementation], impossible: list[Candidate]) -> Weighed:
+def _by_times(match: Match, times: Mapping[str, float], possible: list[Implementation], impossible: list[Candidate]) -> Weighed:
     fastest = min(possible, key=lambda implementation: times[implementation.op])
-    measured = [Candidate(op, f"measured {ms * 1e3:.0f} us") for op, ms in times.items()]
+    kernels = {i.op: _kernel(i.cost(**match.calls)) for i in possible}
+    theirs = times[INDUCTOR] * 1e3
+    measured = [Candidate(op, f"measured {ms * 1e3:.0f} us", ms * 1e3, theirs, True, kernels.get(op, "")) for op, ms in times.items()]
     candidates = (*impossible, *measured)
     if times[fastest.op] > times[INDUCTOR]:
         return Weighed(None, f"Inductor is the fastest: {_sentence(candidates)}", candidates)
     return Weighed(fastest, f"measured {times[fastest.op] * 1e3:.0f} us, the fastest", candidates)
+
+
+def _kernel(cost: Cost) -> str:
+    return "fused" if cost.op.flops else "tail"
 
 
 def _sentence(candidates: Sequence[Candidate]) -> str:

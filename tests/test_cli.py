@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fxfuse
-from fxfuse import library, report_json
+from fxfuse import document, library
 from fxfuse.bench.results import device_name
 from fxfuse.chain import chains
 from fxfuse.cli import main
@@ -42,6 +42,7 @@ def wrong_input():
 def raises():
     raise ValueError("no weights here")
 """
+REPRO = {"repro", "no_repro"}
 COMMANDS = ("demo", "doctor", "explain", "passes", "bench")
 
 
@@ -112,25 +113,25 @@ def test_options(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_the_file(model: str) -> None:
     assert explain(model, "--select", "always", "--dynamic", "--expect", "conv_gelu_pool=2", "--json", "out.json") == 1
     result = json.loads(Path("out.json").read_text())
-    assert set(result) <= set(report_json.__doc__.replace(",", " ").split()), "a field is not documented"
+    assert set(result) <= set(document.__doc__.replace(",", " ").split()), "a field is not documented"
     expected: dict[str, Any] = {
-        "schema": report_json.SCHEMA,
+        "schema": document.SCHEMA,
         "fxfuse": fxfuse.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "device": device_name(torch.device("cpu")),
+        "devices": [{"device": "cpu", "name": device_name(torch.device("cpu"))}],
         "target": model,
         "grad": False,
         "dynamic": True,
-        "options": {"select": "always", "passes": None, "mode": None},
+        "options": {"select": "always", "strict": False, "passes": None, "mode": None, "dump": None, "inductor": {}},
         "graphs": 1,
         "stopped": None,
         "expected": {"conv_gelu_pool": 2},
     }
     assert {name: result[name] for name in expected} == expected
     (fused,), (declined,), (unmet,) = result["fused"], result["declined"], result["unmet"]
-    for record, kind in ((fused, Fused), (declined, Declined), (fused["candidates"][0], Candidate)):
-        assert set(record) == {field.name for field in dataclasses.fields(kind)}
+    for record, kind, more in ((fused, Fused, REPRO), (declined, Declined, REPRO), (fused["candidates"][0], Candidate, set())):
+        assert set(record) == {field.name for field in dataclasses.fields(kind)} | more
     assert (fused["op"], fused["choice"], len(fused["nodes"])) == ("gelu_pool", 'select="always"', 3)
     assert [candidate["op"] for candidate in fused["candidates"]] == ["conv_gelu_pool", "gelu_pool"]
     assert fused["shapes"].startswith("[s") and declined["reached"] == "gelu"
@@ -152,6 +153,8 @@ def test_the_file(model: str) -> None:
         (["mine.py:factory", "--expect", "conv_gelu_pool=1", "--expect", "conv_gelu_pool=2"], "names a chain twice"),
         (["mine.py:factory", "--passes", "conv"], "fxfuse.passes names 'conv', which is no chain"),
         (["mine.py:factory", "--json", "no/folder.json"], "--json no/folder.json: there is no folder no"),
+        (["mine.py:factory", "--html", "no/page.html"], "--html no/page.html: there is no folder no"),
+        (["mine.py:factory", "--html", "."], "--html . is a folder"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(model: str, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import ConvGeluPool, ConvNormPoolGelu
+from pages import data_of
 from test_processes import PROGRAM, run
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -97,7 +98,7 @@ def test_a_folder_holds_the_graph_the_report_and_the_scripts(tmp_path: Path) -> 
 def test_the_report_holds_everything(tmp_path: Path) -> None:
     (made,) = dumped(tmp_path, Several(), volume())
     report, kept = told(made), fxfuse.reports()[-1]
-    assert (report["schema"], report["number"], report["pid"], report["rank"], report["stopped"]) == (1, 0, os.getpid(), None, None)
+    assert (report["schema"], report["number"], report["pid"], report["rank"], report["stopped"]) == (2, 0, os.getpid(), None, None)
     assert (report["torch"], report["cuda"], report["fxfuse"]) == (torch.__version__, torch.version.cuda, fxfuse.__version__)
     assert report["time"].endswith("+00:00") and report["compile_id"].endswith("/0")
     assert [device["device"] for device in report["devices"]] == ["cpu"] and "threads" in report["devices"][0]["name"]
@@ -181,7 +182,7 @@ def test_a_chain_in_a_body_has_a_script_too(tmp_path: Path) -> None:
 def test_a_graph_with_nothing_to_fuse_is_dumped(tmp_path: Path) -> None:
     (made,) = dumped(tmp_path, nn.ReLU(), torch.randn(3))
     report = told(made)
-    assert report["fused"] == report["declined"] == [] and report["files"] == ["after.py", "before.py"]
+    assert report["fused"] == report["declined"] == [] and report["files"] == ["after.py", "before.py", "report.html"]
     assert (made / "before.py").read_text() == (made / "after.py").read_text()
 
 
@@ -234,8 +235,9 @@ def test_a_warm_cache_gives_the_same_report(tmp_path: Path) -> None:
     cold, warm = (tmp_path / "dump").iterdir()
     left, right = ({name: value for name, value in told(made).items() if name not in VARYING} for made in (cold, warm))
     assert left == right and len(left["fused"]) == 2
-    for name in left["files"]:
+    for name in set(left["files"]) - {"report.html"}:
         assert (cold / name).read_text() == (warm / name).read_text()
+    assert data_of((cold / "report.html").read_text())["graphs"] == data_of((warm / "report.html").read_text())["graphs"]
 
 
 def test_two_processes_at_once(tmp_path: Path) -> None:
