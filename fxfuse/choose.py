@@ -1,13 +1,14 @@
 """Choosing: for a match, the first implementation whose conditions hold and that is predicted not to be slower than Inductor.
 
-A prediction is a sum: bytes / bandwidth + operations / their rate + kernels * launch, with the rates of a measured device (`RATES`). A
-convolution that is left to its library counts by its floor, the larger of its bytes and its operations at the device's ceiling: a fused one
-is taken only where it beats a convolution that no library reaches. On a device that was never measured the bytes decide, with a margin, and
-the report says so.
+A prediction is a sum: bytes / bandwidth (or GELUs / their rate, where they take longer) + operations / their rate + kernels * launch, with
+the rates of a measured device (`RATES`). A convolution that is left to its library counts by its floor, the larger of its bytes and its
+operations at the device's ceiling: a fused one is taken only where it beats a convolution that no library reaches. On a device that was
+never measured the bytes decide, with a margin, and the report says so.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,8 +17,8 @@ import torch
 # On a device that was never measured an op must save this share of the bytes that Inductor moves.
 UNMEASURED_MARGIN = 0.2
 
-# The rates of fused convolutions were measured on work that fills a device; a prediction of fewer microseconds says nothing.
-SHORTEST_MEASURED = 50.0
+# With so few input channels no library's kernel came nearer to its floor than this, in all of the H200's sweep.
+FEW_CHANNELS, OVER_FLOOR = 32, 2.0
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,19 @@ class Convolution:
     bytes: int
     flops: float
     operand: str
+    channels_in: int
 
 
 @dataclass(frozen=True)
 class Work:
     """What an op does. bytes: read and written. flops: operations of the convolution inside it, or as many as take as long, at the rate of
-    `kernel`; 0 where the convolution is left to its library."""
+    `kernel`; 0 where the convolution is left to its library. gelus: how many Inductor's kernels compute."""
 
     bytes: int
     kernels: int
     flops: float = 0.0
     kernel: str = ""
+    gelus: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,19 +53,28 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Rate:
+    """Of a fused convolution's kernel. flops: operations a microsecond; start: microseconds that it takes beside, on any work."""
+
+    flops: float
+    start: float = 0.0
+
+
+@dataclass(frozen=True)
 class Rates:
     """A measured device. bandwidth, inductor_bandwidth: bytes a microsecond that the ops and Inductor's kernels reach. launch: microseconds a
-    kernel costs at least; call: what a call of an op costs beyond that.
+    kernel costs at least; call: what a call of an op costs beyond that. gelus: how many Inductor's kernels compute in a microsecond.
 
-    flops: operations a microsecond, by kernel. ceilings: the most that any kernel reaches on the device, by operand.
+    kernels: of fused convolutions. ceilings: operations a microsecond, the most that any kernel reaches on the device, by operand.
     """
 
     bandwidth: float
     inductor_bandwidth: float
     launch: float
     call: float
-    flops: Mapping[str, float]
+    kernels: Mapping[str, Rate]
     ceilings: Mapping[str, float]
+    gelus: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -86,22 +98,26 @@ def decide(cost: Cost, rates: Rates | None, select: str) -> Choice:
 
 def _by_time(cost: Cost, rates: Rates) -> Choice:
     op, inductor = cost.op, cost.inductor
-    if op.flops and op.kernel not in rates.flops:
+    if op.flops and op.kernel not in rates.kernels:
         return Choice(False, f"the {op.kernel} kernel was not measured on this device")
-    work = op.flops / rates.flops[op.kernel] if op.flops else 0.0
-    if op.flops and work < SHORTEST_MEASURED:
-        return Choice(False, f"predicted {work:.0f} us of work, under the {SHORTEST_MEASURED:.0f} us from which rates were measured")
     convolution = _floor(cost.convolution, rates)
-    own = op.bytes / rates.bandwidth + work + op.kernels * rates.launch + rates.call + (0.0 if op.flops else convolution)
-    theirs = convolution + inductor.bytes / rates.inductor_bandwidth + inductor.kernels * rates.launch
+    own = op.bytes / rates.bandwidth + op.kernels * rates.launch + rates.call
+    own += _work(op, rates) if op.flops else convolution
+    theirs = max(inductor.bytes / rates.inductor_bandwidth, inductor.gelus / rates.gelus) + inductor.kernels * rates.launch + convolution
     return Choice(own <= theirs, f"predicted {own:.0f} us, Inductor at least {theirs:.0f} us", own, theirs)
+
+
+def _work(op: Work, rates: Rates) -> float:
+    rate = rates.kernels[op.kernel]
+    return op.flops / rate.flops + rate.start
 
 
 def _floor(convolution: Convolution, rates: Rates) -> float:
     """Microseconds that no kernel of a library falls under; 0 where the device has no ceiling for the operand."""
     if convolution.operand not in rates.ceilings:
         return 0.0
-    return max(convolution.bytes / rates.bandwidth, convolution.flops / rates.ceilings[convolution.operand]) + rates.launch
+    floor = max(convolution.bytes / rates.bandwidth, convolution.flops / rates.ceilings[convolution.operand])
+    return floor * (OVER_FLOOR if convolution.channels_in <= FEW_CHANNELS else 1.0) + rates.launch
 
 
 def _by_bytes(cost: Cost) -> Choice:
@@ -117,38 +133,38 @@ def _by_bytes(cost: Cost) -> Choice:
     )
 
 
-# The H200's. In examples/results: the tails' bandwidth (tails_h200.json), the Hopper kernels on the headline models (headline_h200.json). Timed while the
-# kernels were written, in no committed file yet: the portable kernels, and the ceilings (cuBLAS products; fp32 FFMA for ieee). `launch` is
-# an assumption, `call` what a small tail takes longer than Inductor's reduction (1.2 to 3.7 us for six shapes under 13 MB:
-# partial_sweep_h200.json).
+# The H200's, in examples/results: the tails' bandwidth (tails_h200.json), Hopper kernels (headline_h200.json), and, fitted on sweep_h200.json:
+# Inductor's GELUs, the portable kernels, `call` and `start`. Not in a file: the ceilings (cuBLAS products; fp32 FFMA for ieee), which
+# differ with the run. `launch` is an assumption.
 RATES: Mapping[str, Rates] = {
     "NVIDIA H200": Rates(
         bandwidth=4.0e6,
         inductor_bandwidth=4.0e6,
         launch=3.0,
         call=3.5,
-        flops={
-            "conv_norm_pool_gelu hopper tf32": 240e6,
-            "conv_norm_pool_gelu hopper ieee": 108e6,
-            "conv_norm_pool_gelu hopper bfloat16": 330e6,
-            "conv_norm_pool_gelu hopper float16": 330e6,
-            "conv_norm_pool_gelu portable tf32": 69e6,
-            "conv_norm_pool_gelu portable ieee": 33e6,
-            "conv_norm_pool_gelu portable bfloat16": 97e6,
-            "conv_norm_pool_gelu portable float16": 97e6,
-            "conv_gelu_pool hopper tf32": 428e6,
-            "conv_gelu_pool hopper ieee": 208e6,
-            "conv_gelu_pool hopper bfloat16": 531e6,
-            "conv_gelu_pool hopper float16": 531e6,
-            "conv_gelu_pool portable tf32": 217e6,
-            "conv_gelu_pool portable ieee": 96e6,
-            "conv_gelu_pool portable bfloat16": 282e6,
-            "conv_gelu_pool portable float16": 282e6,
+        gelus=0.62e6,
+        kernels={
+            "conv_norm_pool_gelu hopper tf32": Rate(240e6),
+            "conv_norm_pool_gelu hopper ieee": Rate(108e6),
+            "conv_norm_pool_gelu hopper bfloat16": Rate(330e6),
+            "conv_norm_pool_gelu hopper float16": Rate(330e6),
+            "conv_norm_pool_gelu portable tf32": Rate(43e6, start=40.0),
+            "conv_norm_pool_gelu portable ieee": Rate(20e6, start=40.0),
+            "conv_norm_pool_gelu portable bfloat16": Rate(60e6, start=40.0),
+            "conv_norm_pool_gelu portable float16": Rate(60e6, start=40.0),
+            "conv_gelu_pool hopper tf32": Rate(450e6),
+            "conv_gelu_pool hopper ieee": Rate(226e6),
+            "conv_gelu_pool hopper bfloat16": Rate(604e6),
+            "conv_gelu_pool hopper float16": Rate(604e6),
+            "conv_gelu_pool portable tf32": Rate(217e6),
+            "conv_gelu_pool portable ieee": Rate(96e6),
+            "conv_gelu_pool portable bfloat16": Rate(282e6),
+            "conv_gelu_pool portable float16": Rate(282e6),
         },
         ceilings={"tf32": 360e6, "ieee": 51e6, "bfloat16": 694e6, "float16": 694e6},
     ),
     # Two threads with AVX-512, in examples/results/sweep_cpu.json: of the tails the slowest (bf16), of Inductor's kernels the fastest.
-    "cpu": Rates(bandwidth=1.0e4, inductor_bandwidth=0.6e4, launch=0.0, call=100.0, flops={}, ceilings={}),
+    "cpu": Rates(bandwidth=1.0e4, inductor_bandwidth=0.6e4, launch=0.0, call=100.0, kernels={}, ceilings={}),
 }
 
 

@@ -96,12 +96,16 @@ def operand_of(conv: Call) -> str:
 def library_convolution(conv: Call) -> Convolution:
     """The matched convolution as its library would compute it."""
     tensors = (conv.tensor("input"), conv.tensor("weight"), conv.value)
-    return Convolution(sum(map(number_of_bytes, tensors)), convolution_flops(conv), operand_of(conv))
+    return Convolution(sum(map(number_of_bytes, tensors)), convolution_flops(conv), operand_of(conv), channels_in(conv))
+
+
+def channels_in(conv: Call) -> int:
+    """Input channels of a group."""
+    weight = conv.tensor("weight")
+    return weight.shape[0] if conv.transposed else weight.shape[1]
 
 
 def convolution_flops(conv: Call) -> float:
     """Operations of the convolution: 2 * C_in * taps for each output element; a transposed one meets each tap once in stride steps."""
-    weight = conv.tensor("weight")
-    c_in = weight.shape[0] if conv.transposed else weight.shape[1]
-    taps = math.prod(weight.shape[2:]) / (math.prod(conv.stride) if conv.transposed else 1)
-    return 2.0 * c_in * taps * math.prod(torch_private.hint(size) for size in conv.value.shape)
+    taps = math.prod(conv.tensor("weight").shape[2:]) / (math.prod(conv.stride) if conv.transposed else 1)
+    return 2.0 * channels_in(conv) * taps * math.prod(torch_private.hint(size) for size in conv.value.shape)

@@ -237,28 +237,29 @@ def tail_replace(emit: Emitter, conv: Call, add: Call | None, norm: Call, pool: 
 
 def tail_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Cost:
     """One read of the convolution's output and one write of the result, at the share of a copy's bandwidth that the kernel reaches; Inductor
-    writes the normalised rows and reads them again to pool."""
+    writes the normalised rows and reads them again to pool, but for windows of one element."""
     read, written = number_of_bytes(conv.value), number_of_bytes(gelu.value)
-    normalised = number_of_bytes(norm.value)
+    normalised = 2 * number_of_bytes(norm.value) if math.prod(pool.kernel_size) > 1 else 0
     share = _bandwidth_share(conv, add, norm, pool) if conv.value.device.type == "cuda" else 1.0
-    op, inductor = Work(int((read + written) / share), kernels=1), Work(read + 2 * normalised + written, kernels=2)
+    op, inductor = Work(int((read + written) / share), kernels=1), Work(read + normalised + written, kernels=2 if normalised else 1)
     return Cost(op, inductor, fused.library_convolution(conv))
 
 
 def _bandwidth_share(conv: Call, add: Call | None, norm: Call, pool: Call) -> float:
-    """What the CUDA tail reaches of a copy's bandwidth on an H200: the least over both layouts (Inductor picks the convolution's) and over
-    fp32 and bf16, measured per kind of row."""
+    """What the CUDA tail reaches of a copy's bandwidth on an H200, the least over fp32 and bf16, measured per kind of row. Where the
+    convolution's output has its channels innermost in the trace, it has; else Inductor may choose, and the least over both counts."""
     width = torch_private.hint(conv.value.shape[-1])
-    if len(norm.normalized_shape) > 1 or width > 512:
+    is_channels_last = conv.value.stride(1) == 1 and conv.value.dim() == 5
+    if is_channels_last and (len(norm.normalized_shape) > 1 or width > 256):
         return 0.07  # statistics in a pass of their own
     if any(stride < size for size, stride in zip(pool.kernel_size, pool.stride)):
         return 0.25  # rows are normalised once for each window that they are in
     value = value_of(_addend(add)) if add is not None else None
     if isinstance(value, torch.Tensor) and value.dim() and torch_private.hint(value.shape[-1]) > 1:
         return 0.2  # as many bytes of addend as of input, or scattered reads of it
-    if width > 128:
-        return 0.3
-    return 0.37 if width % 2 or width < 32 else 0.8
+    if len(norm.normalized_shape) > 1 or width > 128:
+        return 0.42
+    return 0.5 if width % 2 or width < 32 else 0.8
 
 
 def _out_dtype(conv: Call, gelu: Call) -> torch.dtype | None:

@@ -295,7 +295,7 @@ def test_auto_weighs_bytes_on_a_device_that_was_not_measured(monkeypatch: pytest
 
 def test_auto_predicts_times_on_a_device_that_was(monkeypatch: pytest.MonkeyPatch) -> None:
     gm = captured(both_chains, X, W, X3, W3)
-    monkeypatch.setattr(choose, "RATES", {"cpu": Rates(bandwidth=1e4, inductor_bandwidth=1e4, launch=5.0, call=0.0, flops={}, ceilings={})})
+    monkeypatch.setattr(choose, "RATES", {"cpu": Rates(bandwidth=1e4, inductor_bandwidth=1e4, launch=5.0, call=0.0, kernels={}, ceilings={})})
     _, report = fuse(gm, select="auto")
     assert len(report.fused) == 2 and all(fused.choice.startswith("predicted ") for fused in report.fused)
 

@@ -1,4 +1,5 @@
-"""`auto`'s rule against measurements: replayed on every shape of the committed sweeps, it takes nothing that was measured to be slower.
+"""`auto`'s rule against measurements: replayed on every shape of the committed sweeps, it takes nothing that was measured to be slower, and
+on a GPU leaves no tail op that is faster.
 
 `python tests/test_rule.py sweep.json` prints, for every shape of a sweep, what was measured and what the rule would take: to fit it by.
 """
@@ -28,6 +29,7 @@ GPUS = {"NVIDIA H200": fused.Gpu(major=9, num_processors=132, shared_bytes=23244
 CONTENDERS = {None: "inductor", "gelu_pool": "fxfuse tail", "norm_pool_gelu": "fxfuse tail"}
 # What the rule may lose on a shape: the noise of a CPU that other things run on is larger.
 SLOWER = {"cuda": 1.02, "cpu": 1.1}
+LEFT = 1.05
 
 Key = tuple[str, str, str, str]
 Rows = dict[str, dict[str, Any]]
@@ -100,6 +102,16 @@ def test_nothing_slower_than_inductor_is_taken(file: Path, monkeypatch: pytest.M
         if taken["contender"] != "inductor" and taken["over_inductor"][0] > SLOWER["cuda" if result["cuda"] else "cpu"]:
             slower.append((key, taken["contender"], taken["over_inductor"]))
     assert replays >= 60 and not slower
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("sweep_h200.json")), ids=lambda path: path.stem)
+def test_no_faster_tail_is_left(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+    for key, rows, weighed in replayed(json.loads(file.read_text()), monkeypatch):
+        times = milliseconds(rows)
+        if times[contender(weighed)] > LEFT * times["fxfuse tail"]:
+            left.append((key, times))
+    assert not left
 
 
 def main(path: str) -> None:
