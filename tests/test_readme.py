@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,25 @@ def test_cpu_times_over_inductors() -> None:
 def test_memory_beside_inputs_and_result() -> None:
     most = float(re.search(r"a call holds ([\d.]+) MB at most", (ROOT / "README.md").read_text())[1])
     assert max(r["peak_mb"] - r["output_mb"] for r in rows_of("headline_h200.json") if r["contender"] == "fxfuse") <= most
+
+
+def test_inductors_max_autotune() -> None:
+    rows = [r for r in rows_of("autotune_h200.json") if r["contender"] == "inductor-max-autotune channels_last"]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    first = {(r["dtype"], r["precision"]): f"{r['gpu_ms']:.2f}" for r in rows if r["workload"] == "conv_norm_pool_gelu"}
+    (second,) = [f"{r['gpu_ms']:.2f}" for r in rows if r["workload"] == "conv_gelu_pool"]
+    fp32 = f"{first['float32', 'tf32']} and {first['float32', 'ieee']} ms (fp32, tf32 and ieee)"
+    assert f"{fp32}, {first['bfloat16', '']} (bf16) and {first['float16', '']} (fp16) on the first model, and to {second} on the second's" in text
+
+
+def test_autos_choices() -> None:
+    workloads: dict[tuple[str, ...], dict[str, float]] = {}
+    slower = 0
+    for r in rows_of("sweep_h200.json"):
+        workloads.setdefault((r["workload"], r["dtype"], r["precision"], r["layout"]), {})[r["contender"]] = r["gpu_ms"]
+        slower += r["contender"] == "fxfuse" and r["over_inductor"][0] > 1.02
+    close = sum(ms["fxfuse"] <= 1.02 * min(ms["inductor"], ms["fxfuse tail"]) for ms in workloads.values())
+    mean = math.exp(sum(math.log(ms["fxfuse"] / ms["inductor"]) for ms in workloads.values()) / len(workloads))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"sweep of {len(workloads)} workloads" in text and not slower
+    assert f"Inductor and the tail on {close}, and takes {mean:.2f} times as long" in text
