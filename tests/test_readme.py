@@ -30,7 +30,9 @@ def table(header: str) -> list[dict[str, str]]:
 
 
 def test_headline_times_and_errors() -> None:
-    measured = {(r["workload"], r["dtype"], r["precision"], r["contender"]): r for r in rows_of("headline_h200.json") if r["layout"] == "contiguous"}
+    measured = {
+        (r["workload"], r["dtype"], r["precision"], r["contender"]): r for r in rows_of("headline_h200.json") if r["layout"] == "contiguous"
+    }
     shown = table("| chain | dtype | eager")
     for row in shown:
         dtype, _, precision = row["dtype"].partition(", ")
@@ -74,7 +76,10 @@ def test_inductors_max_autotune() -> None:
     first = {(r["dtype"], r["precision"]): f"{r['gpu_ms']:.2f}" for r in rows if r["workload"] == "conv_norm_pool_gelu"}
     (second,) = [f"{r['gpu_ms']:.2f}" for r in rows if r["workload"] == "conv_gelu_pool"]
     fp32 = f"{first['float32', 'tf32']} and {first['float32', 'ieee']} ms (fp32, tf32 and ieee)"
-    assert f"{fp32}, {first['bfloat16', '']} (bf16) and {first['float16', '']} (fp16) on the first model, and to {second} on the second's" in text
+    assert (
+        f"{fp32}, {first['bfloat16', '']} (bf16) and {first['float16', '']} (fp16) on the first model, and to {second} on the second's"
+        in text
+    )
 
 
 def test_autos_choices() -> None:
