@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,12 +13,22 @@ from .command import CommandError, Parser
 from .options import OptionError
 
 
+# As of a process that SIGPIPE ended.
+BROKEN_PIPE = 141
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns its exit code: 2, with one line on stderr, for input that makes no sense."""
+    """Runs a subcommand and returns its exit code: 2, with one line on stderr, for input that makes no sense; 141, silently, where whoever
+    reads the output (head, a pager) has gone."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
     try:
-        return _run(arguments, argv)
+        code = _run(arguments, argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return BROKEN_PIPE
     except CommandError as error:
         print(f"fxfuse {arguments.command}: {error}", file=sys.stderr)
         return error.code

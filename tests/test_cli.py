@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -220,6 +221,14 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert all(f"\n    {command} " in done.stdout for command in COMMANDS)
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as gone:
+        done = subprocess.run([sys.executable, "-m", "fxfuse", "passes"], stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_file_with_the_name_of_an_imported_module(model: str, capsys: pytest.CaptureFixture[str]) -> None:
