@@ -2,7 +2,8 @@
 //
 // One warpgroup a block, several blocks an SM: while one waits for its products, the others' GELUs fill the SM. A product has 64 output
 // channels as rows and 128 samples of the ring as columns, read in place through descriptors (see HopperTiling). The rows of a block's
-// next step are on their way to registers while the products run, and go into the ring before it computes GELU: one barrier a step.
+// next step are on their way to registers while the products run, and go into the ring before or behind its GELUs: one barrier a step.
+// Blocks take equal shares of all images' steps (see Shares), so that a share may be the end of one image and the start of the next.
 // Where K has an odd number of chunks, the spare one holds the bias, against a row of ones: that saves an addition per output.
 //
 // Tensor cores and fp32 instructions hardly overlap on an SM, whatever runs beside what: what counts is how few instructions there are.

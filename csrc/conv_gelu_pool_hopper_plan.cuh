@@ -40,7 +40,8 @@ struct HopperTiling {
   int rows, tile[2], box[2];   // of a step: output rows; depth and width, in outputs and in samples
   int tiles[3];                // along depth, the steps of a strip, along width
   int row, halo, slots, plane; // samples of a row; rows; slots; samples of the ring, of one chunk of channels
-  int ring, ring_end, mirror;  // samples of all slots; where a step's rows never start; samples from there on go a second time, a ring before
+  int ring, ring_end;          // samples of all slots; where a step's rows never start
+  int mirror;                  // samples from there on go a second time, a ring before
   int phases;                  // parts of `where`: 1, or slots
   int window_pitch, where_pitch;  // from one slot to the next: samples of the window, entries of `where`
   bool has_pairs;              // samples come in pairs along the width, aligned in memory
@@ -63,7 +64,8 @@ struct HopperTiling {
   std::string describe() const {
     std::ostringstream text;
     text << "hopper(step=" << tile[0] << "x" << rows << "x" << tile[1] << ", box=" << box[0] << "x" << rows << "+" << halo << "x" << box[1]
-         << ", slots=" << slots << ", phases=" << phases << ", pairs=" << has_pairs << ", runs=" << lines << "x" << line_runs << ", blocks=" << blocks
+         << ", slots=" << slots << ", phases=" << phases << ", pairs=" << has_pairs
+         << ", runs=" << lines << "x" << line_runs << ", blocks=" << blocks
          << ", chunks=" << chunks << ", k_steps=" << k_steps << ", spare_chunk=" << has_spare_chunk << ", shared=" << shared_bytes
          << ", blocks_per_sm=" << blocks_per_sm << ")";
     return text.str();
@@ -105,8 +107,8 @@ inline void place_steps(HopperTiling& t, const ConvShape& shape, int splits) {
   }
 }
 
-// The sample behind the furthest that a product reads. What the last run reads behind the ring is masked and mostly lies in what follows it,
-// but a block must own it; and compute-sanitizer takes the two halves of a K step, kRunLen samples each, for one piece.
+// The sample behind the furthest that a product reads. What the last run reads behind the ring is masked and mostly lies in what follows
+// it, but a block must own it; and compute-sanitizer takes the two halves of a K step, kRunLen samples each, for one piece.
 inline int end_of_reads(const HopperTiling& t, int splits) {
   const int last_window = t.phases == 1 ? (t.slots - 1) * t.step_samples() : 0;
   const int last_run = last_window + (t.lines - 1) * t.row + (t.line_runs - 1) * kRunLen + (splits - 1) * t.chunks * t.plane;
@@ -119,8 +121,8 @@ inline int end_of_reads(const HopperTiling& t, int splits) {
   return end;
 }
 
-inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::array<int, 3> tile, bool has_lines, bool allows_pairs, int chunks,
-                                                int splits, size_t sm_bytes, size_t block_bytes) {
+inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::array<int, 3> tile, bool has_lines, bool allows_pairs,
+                                                int chunks, int splits, size_t sm_bytes, size_t block_bytes) {
   HopperTiling t{.rows = tile[1], .tile = {tile[0], tile[2]}, .chunks = chunks};
   for (int i = 0; i < 3; ++i) t.tiles[i] = ceil_div(shape.out[i], tile[i]);
   t.has_pairs = allows_pairs && (t.tiles[2] == 1 || tile[2] % 2 == 0);
@@ -188,7 +190,7 @@ inline double portable_cost(const ConvShape& shape, const HopperTiling& t, int s
 }
 
 // Strides of 1, more than 32 output channels, and all weights of 64 output channels in shared memory with a ring of input whose steps
-// fill their runs well enough to be faster than the portable path; nullopt else. allows_pairs: see has_pairs below.
+// fill their runs well enough to be faster than the portable path; nullopt else. allows_pairs: memory does.
 // sm_bytes, block_bytes: shared memory of an SM, and the most that one block can have.
 inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, bool allows_pairs, int chunk_len, int splits,
                                                       size_t sm_bytes, size_t block_bytes, int num_sms) {
@@ -213,7 +215,8 @@ inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, bo
     const int64_t steps = shape.batch * t->steps();
     for (int64_t per_sm = 1; per_sm <= kMostRounds * t->blocks_per_sm; ++per_sm) {
       const int64_t blocks = std::clamp<int64_t>(per_sm * num_sms / row_tiles, 1, std::min<int64_t>(steps, INT32_MAX));
-      const double cost = hopper_cost(*t, chunk_len, splits, static_cast<double>(ceil_div(steps, blocks)), ceil_div(blocks * row_tiles, num_sms));
+      const int64_t of_block = ceil_div(steps, blocks), of_sm = ceil_div(blocks * row_tiles, num_sms);
+      const double cost = hopper_cost(*t, chunk_len, splits, static_cast<double>(of_block), of_sm);
       if (best && cost >= best_cost) continue;
       best = t, best_cost = cost, best->blocks = static_cast<int>(blocks);
     }
