@@ -47,7 +47,7 @@ __device__ __forceinline__ float rounded(float x) {
 template <Product product>
 __device__ __forceinline__ void split_bias(float rest, float (&value)[kChunkLen<product>]) {
   constexpr float kLargest = 60000.f;
-  const bool is_special = !(fabsf(rest) < __int_as_float(0x7f800000));
+  const bool is_special = !is_finite(rest);
 #pragma unroll
   for (int slot = 0; slot < kChunkLen<product>; ++slot) {
     const float scale = bias_scale<product>(slot);

@@ -2,7 +2,6 @@
 // second small kernel, each in a fixed order: the result is the same bit for bit in every run.
 #pragma once
 
-#include "common/mma.cuh"
 #include "conv_gelu_pool_problem.cuh"
 #include "conv_gelu_pool_shares.cuh"
 

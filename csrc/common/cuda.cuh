@@ -34,6 +34,8 @@ void check(bool ok, const Args&... sentence) {
 
 // ---- dtypes ------------------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7f800000); }
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }

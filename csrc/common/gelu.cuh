@@ -19,8 +19,8 @@
 // branch, no division, no cancellation for negative x. |x| is free: SASS takes it as an operand modifier.
 //
 // Coefficients: own minimax fits of log2 Phi(-a) (Lawson's algorithm in fp64 against 40-digit values), rounded to fp32 one by one
-// from the highest with the rest refitted. P falls monotonically to -inf (checked on 700,000 points up to FLT_MAX): leading ones are
-// negative, so that no clamp is needed, or have one that is free.
+// from the highest with the rest refitted. P falls monotonically, as far as 2^P is not 0, and stays there (checked on 700,000 points up
+// to FLT_MAX): leading ones are negative, so that no clamp is needed, or have one that is free.
 #pragma once
 
 #include <string_view>
@@ -105,16 +105,16 @@ __device__ __forceinline__ float gelu_coarse(float x, float below_inf) {
   return fmaf(-a, exp2_approx(p), fmaxf(x, 0.0f));
 }
 
-// Phi(-a) for means over many x. The error in a * Phi(-a) is at most eps * min(a^2, m): near 0, where a zero-mean plane leaves
-// sum(x^2) * 0.4 of its GELU, the mean keeps its digits as well. Only where all x are far below 0 is it nothing beside such an error.
-// A positive leading coefficient would let P rise again for large a. What it makes of the next one is therefore kept from changing its
-// sign: by the multiplication's own saturation, which costs nothing.
+// x * y + z, kept between 0 and 1 by the instruction's own saturation, which costs nothing: a positive leading coefficient would let P rise
+// again for large a, but so what it makes of the next one never changes its sign.
 __device__ __forceinline__ float fma_from_0_to_1(float x, float y, float z) {
   float result;
   asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(x), "f"(y), "f"(z));
   return result;
 }
 
+// Phi(-a) for means over many x. The error in a * Phi(-a) is at most eps * min(a^2, m): near 0, where a zero-mean plane leaves
+// sum(x^2) * 0.4 of its GELU, the mean keeps its digits as well. Only where all x are far below 0 is it nothing beside such an error.
 // Degree 7, eps = 3.6e-7, m = 0.25; beside it ex2.approx' own 2e-8.
 __device__ __forceinline__ float gelu_tail_7(float a) {
   float p = fmaf(-fma_from_0_to_1(-7.9133351e-06f, a, 5.1345087e-05f), a, -4.1847778e-04f);

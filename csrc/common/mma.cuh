@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "common/cuda.cuh"
+
 namespace fxfuse {
 
 constexpr int kChunkBytes = 16;  // what one lane's address brings in: 4 fp32 or 8 16-bit values
@@ -61,8 +63,6 @@ __device__ __forceinline__ uint32_t round_tf32(float x) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
   return bits;
 }
-
-__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7f800000); }
 
 // x = high + low, both TF32, to 2^-23 of x: three products high * high + high * low + low * high are as accurate as fp32.
 // Rounding the largest finite values up would make inf of them: those are truncated. inf and nan are low alone: then they meet the other
