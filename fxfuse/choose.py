@@ -17,7 +17,7 @@ import torch
 # On a device that was never measured an op must save this share of the bytes that Inductor moves.
 UNMEASURED_MARGIN = 0.2
 
-# With so few input channels no library's kernel came nearer to its floor than this, in all of the H200's sweep.
+# With so few input channels no library's kernel came nearer to its floor than about this, in the H200's sweep where that is over 15 us.
 FEW_CHANNELS, OVER_FLOOR = 32, 2.0
 
 
@@ -134,8 +134,8 @@ def _by_bytes(cost: Cost) -> Choice:
 
 
 # The H200's, in examples/results: the tails' bandwidth (tails_h200.json), Hopper kernels (headline_h200.json), and, fitted on sweep_h200.json:
-# Inductor's GELUs, the portable kernels, `call` and `start`. Not in a file: the ceilings (cuBLAS products; fp32 FFMA for ieee), which
-# differ with the run. `launch` is an assumption.
+# Inductor's GELUs, `call`, `start` and the rate beside it. In no file: conv_gelu_pool's portable kernels, timed while they were written, and
+# the ceilings (cuBLAS products; fp32 FFMA for ieee), which differ with the run. `launch` is an assumption.
 RATES: Mapping[str, Rates] = {
     "NVIDIA H200": Rates(
         bandwidth=4.0e6,

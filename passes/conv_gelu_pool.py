@@ -190,7 +190,8 @@ def _bandwidth_share(conv: Call, pool: Call) -> float:
     """What the CUDA tail reaches of a copy's bandwidth on an H200, at the least."""
     if conv.dims == 1:  # a lane reads a window; rows of some hundred elements leave warps waiting
         return 0.05 if not _is_global(pool) and _window(conv, pool) > INDUCTORS_WINDOW else 0.5
-    return 0.9 if conv.value.element_size() == 2 and conv.value.stride(-conv.dims - 1) == 1 else 1.0  # channels_last
+    is_channels_last = torch_private.known_true(conv.value.stride(-conv.dims - 1) == 1)
+    return 0.9 if is_channels_last and conv.value.element_size() == 2 else 1.0
 
 
 def _inductors(conv: Call, pool: Call) -> Work:

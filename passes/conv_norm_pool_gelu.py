@@ -23,6 +23,9 @@ from fxfuse.replacement import Emitter
 from fxfuse.values import value_of
 from fxfuse.view import Call
 
+# Elements of a norm group that the contiguous tail surely keeps in the registers of a block (`plan_block` of csrc/norm_pool_gelu_plan.cuh).
+MOST_IN_A_BLOCK = 8192
+
 
 def norm_pool_gelu_fake(
     input: torch.Tensor,
@@ -246,11 +249,12 @@ def tail_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) 
 
 
 def _bandwidth_share(conv: Call, add: Call | None, norm: Call, pool: Call) -> float:
-    """What the CUDA tail reaches of a copy's bandwidth on an H200, the least over fp32 and bf16, measured per kind of row. Where the
-    convolution's output has its channels innermost in the trace, it has; else Inductor may choose, and the least over both counts."""
+    """What the CUDA tail reaches of a copy's bandwidth on an H200, the least over fp32 and bf16, per kind of row: measured, and fitted on
+    sweep_h200.json in examples/results. The layout is that of the trace, which Inductor may change."""
     width = torch_private.hint(conv.value.shape[-1])
-    is_channels_last = conv.value.stride(1) == 1 and conv.value.dim() == 5
-    if is_channels_last and (len(norm.normalized_shape) > 1 or width > 256):
+    is_channels_last = conv.value.dim() == 5 and torch_private.known_true(conv.value.stride(1) == 1)
+    group = math.prod(torch_private.hint(size) for size in norm.normalized_shape)
+    if group > MOST_IN_A_BLOCK or (is_channels_last and (len(norm.normalized_shape) > 1 or width > 256)):
         return 0.07  # statistics in a pass of their own
     if any(stride < size for size, stride in zip(pool.kernel_size, pool.stride)):
         return 0.25  # rows are normalised once for each window that they are in
