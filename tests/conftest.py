@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from fxfuse import library
 from fxfuse.toolchain import BuildError, find_cxx
 
 COVERAGE = pytest.StashKey[list[tuple[str, ...]]]()
@@ -47,6 +48,15 @@ def no_options_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests see the options that they set, not those of the shell they were started from."""
     for variable in OPTION_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def explains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Explaining as at a first inference, as if every kernel library were there: no kernel runs."""
+    monkeypatch.setattr(library, "unavailable", lambda device, build=True: None)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
 
 
 def _no_compiler() -> str | None:

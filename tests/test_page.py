@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ from pages import DATA, data_of, named
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxfuse import api, command, dump, engine, library, page
+from fxfuse import api, command, dump, engine, page
 from fxfuse.cli import main
 from fxfuse.document import document
 from fxfuse.options import Options
+
+pytestmark = pytest.mark.usefixtures("explains")
 
 NASTY = "x</script><img src=x onerror=alert(1)>\"'&é{{script}}"
 
@@ -41,14 +42,6 @@ class Model(torch.nn.Module):
 def factory():
     return Model().eval(), (torch.randn(2, 3, 12, 12),)
 """
-
-
-@pytest.fixture(autouse=True)
-def as_if_every_library_were_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(library, "unavailable", lambda device, build=True: None)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def explained(model: Any, *args: torch.Tensor, dynamic: bool = False, select: str = "always") -> dict[str, Any]:

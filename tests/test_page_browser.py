@@ -17,10 +17,11 @@ from test_page import MODEL, NASTY, Two, explained, written
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fxfuse import library, page
+from fxfuse import page
 from fxfuse.document import document
 from fxfuse.options import Options
 
+pytestmark = pytest.mark.usefixtures("explains")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install 'fxfuse[browser]'")
 
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -66,14 +67,6 @@ def open_page(browser: Any) -> Iterator[Open]:
     for context in browser.contexts:
         context.close()
     assert not told
-
-
-@pytest.fixture(autouse=True)
-def as_if_every_library_were_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(library, "unavailable", lambda device, build=True: None)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def saved(directory: Path, model: Callable[..., Any], *args: torch.Tensor) -> Path:
