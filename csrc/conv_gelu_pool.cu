@@ -108,7 +108,7 @@ bool has_pairs(const View& input, const ConvShape& shape, int64_t element_size) 
 Product product_of(ScalarType dtype, std::string_view precision) {
   if (dtype == ScalarType::BFloat16) return Product::Bf16;
   if (dtype == ScalarType::Half) return Product::Fp16;
-  return precision == "tf32" ? Product::Tf32 : Product::Tf32x3;
+  return precision == "tf32" ? Product::Tf32 : Product::Fp32;
 }
 
 void run(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const ConvPoolGeometry& g, Product product,

@@ -37,7 +37,7 @@ struct HopperPlan final : Plan {
       const auto run_kernel = [&]<bool kBiasInK, int kSteps>() {
         launch(on, config, is_tanh ? conv_hopper<p, Gelu::Tanh, kBiasInK, kSteps> : conv_hopper<p, kExactForm<p>, kBiasInK, kSteps>, job);
       };
-      if constexpr (p == Product::Tf32x3) {
+      if constexpr (p == Product::Fp32) {
         if (tiling.k_steps == 9) run_kernel.template operator()<false, 9>();
         else run_kernel.template operator()<false, 0>();
       } else if (tiling.has_spare_chunk && tiling.k_steps == 5) run_kernel.template operator()<true, 5>();  // a chunk of channels, 3x3 taps

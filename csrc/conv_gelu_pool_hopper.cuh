@@ -59,28 +59,34 @@ struct HopperBlock {
 
   static __device__ __forceinline__ uint64_t descriptor(uint32_t lower) { return uint64_t{kRowPitch} << 32 | lower; }
 
-  // All K steps of a run, some to a group: the compiler follows a group no further than one iteration. What comes from constant memory
-  // is asked for a group ahead: it takes as long as a product. A known number of steps saves a few instructions for each.
-  // where: of this window's phase; first: the run's first sample in the window.
+  // All products of a run. where: of this window's phase; first: the run's first sample in the window. Small ones come first: the tensor
+  // cores add towards zero.
   __device__ __forceinline__ void start_products(const uint32_t* where, int first) {
-    constexpr int kGroup = kSteps > 0 ? kSteps - 1 : kStepGroup;
     const HopperTiling& t = job.tiling;
-    const int k_steps = kSteps > 0 ? kSteps : t.k_steps;
     uint32_t weights = a;
     asm volatile("" : "+r"(weights));  // else the compiler keeps a descriptor of each step alive, and spills others
-    // from: the lower word of B's descriptor; low: what is added to it for the samples' low parts.
-    const auto multiply = [&](int step, uint32_t from, uint32_t low) {
-      const uint32_t high_weights = weights + step * kStepAt;
-      wgmma(d, descriptor(high_weights), descriptor(from), step > 0, Mma{});
-      if constexpr (kSplits == 2) {
-        wgmma(d, descriptor(high_weights), descriptor(from + low), 1, Mma{});
-        wgmma(d, descriptor(high_weights + k_steps * kStepAt), descriptor(from), 1, Mma{});
-      }
+    if constexpr (kSplits == 1) {
+      start_products_of<Mma, true>(where, weights, b + first, first);
+    } else {
+      const int k_steps = kSteps > 0 ? kSteps : t.k_steps, cross = first + t.chunks * t.plane;
+      start_products_of<__nv_bfloat16, true>(where, weights + k_steps * kStepAt, b + cross, cross);
+      start_products_of<Mma, false>(where, weights, b + first, first);
+    }
+  }
+
+  // All K steps of a run, some to a group: the compiler follows a group no further than one iteration. What comes from constant memory
+  // is asked for a group ahead: it takes as long as a product. A known number of steps saves a few instructions for each.
+  // from: lower word of a descriptor, `shift` samples behind the ring's start, to which `where` is added.
+  template <typename Type, bool kIsFirst>
+  __device__ __forceinline__ void start_products_of(const uint32_t* where, uint32_t weights, uint32_t from, uint32_t shift) {
+    constexpr int kGroup = kSteps > 0 ? kSteps - 1 : kStepGroup;
+    const int k_steps = kSteps > 0 ? kSteps : job.tiling.k_steps;
+    const auto multiply = [&](int step, uint32_t samples) {
+      wgmma(d, descriptor(weights + step * kStepAt), descriptor(samples), !kIsFirst || step > 0, Type{});
     };
-    const uint32_t from = b + first, low = t.chunks * t.plane;
-    // The row of ones is the same for all runs, so that its pitch from the run falls; and it has no low part.
-    const bool has_ones = kSteps > 0 ? kBiasInK : t.has_spare_chunk;
-    const uint32_t last = where[k_steps - 1] - (has_ones ? first << 16 : 0), last_low = low - (has_ones ? low << 16 : 0);
+    // The row of ones is the same for all runs, so that its pitch from the run falls.
+    const bool has_ones = kSteps > 0 ? kBiasInK : job.tiling.has_spare_chunk;
+    const uint32_t last = where[k_steps - 1] - (has_ones ? shift << 16 : 0);
     uint32_t next[kGroup];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) next[i] = where[i];
@@ -91,18 +97,18 @@ struct HopperBlock {
       for (int i = 0; i < kGroup; ++i) now[i] = next[i], next[i] = where[step + kGroup + i];
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) multiply(step + i, from + now[i], low);
+      for (int i = 0; i < kGroup; ++i) multiply(step + i, from + now[i]);
       wgmma_commit();
     }
 #pragma unroll
     for (int i = 0; i < kGroup - 1; ++i) {
       if (step + 1 >= k_steps) break;
       wgmma_fence();
-      multiply(step++, from + next[i], low);
+      multiply(step++, from + next[i]);
       wgmma_commit();
     }
     wgmma_fence();
-    multiply(step, from + last, last_low);
+    multiply(step, from + last);
     wgmma_commit();
   }
 

@@ -18,7 +18,7 @@ __device__ __forceinline__ float bias_scale(int slot) {
     constexpr float kScale[] = {32768.f, 1.f, 1.f, 0x1p-12f, 0x1p-24f};
     return slot < 5 ? kScale[slot] : 0.f;
   }
-  if constexpr (product == Product::Tf32x3) return 0.f;  // no bias in K: the row is one of zeros
+  if constexpr (product == Product::Fp32) return 0.f;  // no bias in K: the row is one of zeros
   return slot < 3 ? 1.f : 0.f;
 }
 
@@ -80,10 +80,10 @@ __global__ void pack_hopper(View weight, Param bias, ConvShape shape, int chunks
   if constexpr (kSplits == 1) {
     *to = pack_chunk<product>(value);
   } else {
-    uint32_t high[4], low[4];
+    float high[4], low[4];
     for (int i = 0; i < 4; ++i) split_tf32(value[i], high[i], low[i]);
-    to[0] = {high[0], high[1], high[2], high[3]};
-    to[2 * k_steps * kHopperRows] = {low[0], low[1], low[2], low[3]};
+    to[0] = {__float_as_uint(high[0]), __float_as_uint(high[1]), __float_as_uint(high[2]), __float_as_uint(high[3])};
+    to[2 * k_steps * kHopperRows] = cross_chunk<CrossOrder::LowFirst>(high, low);
   }
 }
 

@@ -56,7 +56,7 @@ struct HopperTiling {
 
   __host__ __device__ int step_samples() const { return rows * row; }
   __host__ __device__ int line_rows() const { return rows / lines; }
-  // A row of ones, in Tf32x3 of zeros.
+  // A row of ones, in Fp32 of zeros.
   __host__ __device__ int ones_bytes() const { return has_spare_chunk ? kOnesBytes : 0; }
   __host__ __device__ int steps() const { return tiles[0] * tiles[1] * tiles[2]; }  // of an image
   __host__ __device__ int lead() const { return (halo + rows - 1) / rows; }  // steps that a strip loads ahead of its first
@@ -169,7 +169,7 @@ inline double hopper_cost(const HopperTiling& t, int chunk_len, int splits, doub
   const double of_end = t.line_runs * kRunLen > t.tile[1] ? 16.0 / kRunLen : 0;
   const double masked = has_halo && halo > 0 ? std::min(1.0, (8.0 + halo) / t.box[1]) : of_end;
   const double run = kRunLen / 2 * (kPerGelu + 2 * (splits - 1) + (t.has_spare_chunk ? 0 : 1) + kPerMask * masked) + kPerRun +
-                     kPerProduct * t.k_steps * (splits == 2 ? 3 : 1);
+                     kPerProduct * t.k_steps * splits;
   const double per_chunk = t.has_pairs ? (chunk_len == 4 ? 10 + 12 * (splits - 1) : 16) : (chunk_len == 4 ? 22 + 10 * (splits - 1) : 34);
   const double per_sample = t.chunks * per_chunk / static_cast<double>(kHopperThreads);
   // A warp's samples come in pairs; a batch costs the warps that have none of it something, too.
@@ -185,7 +185,7 @@ inline double hopper_cost(const HopperTiling& t, int chunk_len, int splits, doub
 
 // The same for the portable path, from what it takes on an H200 for 13 shapes.
 inline double portable_cost(const ConvShape& shape, const HopperTiling& t, int splits, int64_t images, int num_sms) {
-  const double per_output = 18 + 4.5 * t.k_steps * (splits == 2 ? 3 : 1);
+  const double per_output = 18 + 4.5 * t.k_steps * splits;
   return static_cast<double>(images * shape.out_pixels()) / num_sms * kHopperRows / kHopperThreads * per_output;
 }
 

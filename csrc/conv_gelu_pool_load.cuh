@@ -54,10 +54,10 @@ struct RawChunk {
   }
 };
 
-// A chunk as the tensor cores take it, in Tf32x3 in two parts.
+// A chunk as the tensor cores take it, in Fp32 in two parts (see common/mma.cuh).
 template <Product product>
 struct RoundedChunk {
-  uint4 high, low;  // low is used in Tf32x3 only
+  uint4 high, cross;  // cross is used in Fp32 only
 
   // The tensor cores ignore the lower 13 bits of what they take as TF32.
   __device__ __forceinline__ explicit RoundedChunk(RawChunk<typename Operand<product>::Element> raw) {
@@ -68,38 +68,36 @@ struct RoundedChunk {
         const float power = __uint_as_float(raw.bits[i] & 0xff800000u);
         raw.bits[i] = __float_as_uint(fmaf(power, 0x1p-11f, __uint_as_float(raw.bits[i])));
       }
-    } else if constexpr (product == Product::Tf32x3) {
-      low = split(raw).pack();
+    } else if constexpr (product == Product::Fp32) {
+      cross = split(raw);
     }
     high = raw.pack();
   }
 
-  // The low part goes `low_offset` chunks behind.
-  __device__ __forceinline__ void store(uint4* to, int low_offset) const {
+  // The cross chunk goes `cross_offset` chunks behind.
+  __device__ __forceinline__ void store(uint4* to, int cross_offset) const {
     *to = high;
-    if constexpr (product == Product::Tf32x3) to[low_offset] = low;
+    if constexpr (product == Product::Fp32) to[cross_offset] = cross;
   }
 
  private:
-  // As split_tf32 to 2^-22, with a truncated high part: 4 instructions a value. What it leaves out, low * low, has no sign in the mean,
-  // because the weights' low parts have none.
-  static __device__ __forceinline__ RawChunk<float> split(RawChunk<float>& raw) {
-    RawChunk<float> rest;
-    float magnitude = 0.f;  // not finite if some value is not
+  // As split_tf32, with cheaper rounding where no value is so large or so special that it would go wrong.
+  static __device__ __forceinline__ uint4 split(RawChunk<float>& raw) {
+    constexpr float kLarge = 0x1p126f;
+    float x[4], high[4], low[4], magnitude = 0.f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float x = __uint_as_float(raw.bits[i]);
-      rest.bits[i] = __float_as_uint(x - __uint_as_float(raw.bits[i] & 0xffffe000u)) + 0x1000u;
-      magnitude += fabsf(x);
+      x[i] = __uint_as_float(raw.bits[i]);
+      high[i] = __uint_as_float(raw.bits[i] + 0x1000u & 0xffffe000u), low[i] = x[i] - high[i];
+      magnitude += fabsf(x[i]);
     }
-    if (is_finite(magnitude)) [[likely]] return rest;
+    if (!(magnitude < kLarge)) [[unlikely]] {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (is_finite(__uint_as_float(raw.bits[i]))) continue;
-      rest.bits[i] = raw.bits[i];
-      raw.bits[i] = 0;
+      for (int i = 0; i < 4; ++i) split_tf32(x[i], high[i], low[i]);
     }
-    return rest;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw.bits[i] = __float_as_uint(high[i]);
+    return cross_chunk<CrossOrder::HighFirst>(high, low);
   }
 };
 

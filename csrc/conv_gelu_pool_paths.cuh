@@ -33,13 +33,13 @@ template <typename F>
 void dispatch_product(Product product, F&& f) {
   switch (product) {
     case Product::Tf32: return f.template operator()<Product::Tf32>();
-    case Product::Tf32x3: return f.template operator()<Product::Tf32x3>();
+    case Product::Fp32: return f.template operator()<Product::Fp32>();
     case Product::Bf16: return f.template operator()<Product::Bf16>();
     case Product::Fp16: return f.template operator()<Product::Fp16>();
   }
 }
 
-inline int chunk_len(Product product) { return product == Product::Tf32 || product == Product::Tf32x3 ? 4 : 8; }
-inline int num_splits(Product product) { return product == Product::Tf32x3 ? 2 : 1; }
+inline int chunk_len(Product product) { return product == Product::Tf32 || product == Product::Fp32 ? 4 : 8; }
+inline int num_splits(Product product) { return product == Product::Fp32 ? 2 : 1; }
 
 }  // namespace fxfuse::conv_gelu_pool

@@ -103,7 +103,7 @@ inline std::optional<Tiling> tiled(Tiling t, const ConvShape& shape, std::array<
   t.shared_bytes = bytes;
   // Thread instructions: 14 to bring in a chunk, 12 for a GELU, 0.9 a tensor core step and output; 2000 a box for its latency.
   constexpr double kPerChunk = 14, kPerGelu = 12, kPerStep = 0.9, kPerBox = 2000;
-  const double per_output = kPerGelu + kPerStep * t.k_steps * t.stages() * (splits == 2 ? 3 : 1);
+  const double per_output = kPerGelu + kPerStep * t.k_steps * t.stages() * splits;
   t.cost = static_cast<double>(boxes) * (steps > 1 ? 1 : ceil_div(num_tiles, boxes)) * t.stages() *
                (static_cast<double>(samples) * t.chunks * splits * kPerChunk + kPerBox * kWarpSize) +
            static_cast<double>(num_tiles) * t.pixels() * t.rows() * per_output;

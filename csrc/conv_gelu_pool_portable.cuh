@@ -56,7 +56,7 @@ struct PortableBlock {
   static constexpr int kSplits = Operand<product>::kSplits, kWarpsN = kPortableWarps / kWarpsM;
   static constexpr int kWarpPixels = warp_pixels(kSplits), kColumns = kWarpPixels / 8;
   // The tensor cores add towards zero: 2^-24 of the sum is lost a step, always in one direction. That is nothing beside TF32, but in
-  // Tf32x3 the sums move to a second set, added in fp32, every few steps.
+  // Fp32 the sums move to a second set, added in fp32, every few steps.
   static constexpr bool kPromotes = kSplits == 2;
   static constexpr int kPromoteSteps = 6;
 
@@ -105,7 +105,7 @@ struct PortableBlock {
   // One K step; the sums start from the bias at the first.
   __device__ __forceinline__ void multiply(const uint4 (&a)[kSplits][2], int k_step, uint32_t offset, bool starts) {
     const uint2 where = shared.where[2 * k_step + lane / 8 % 2];
-    const uint32_t low_offset = job.tiling.chunks * job.tiling.plane * kChunkBytes;
+    const uint32_t cross_offset = job.tiling.chunks * job.tiling.plane * kChunkBytes;
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
       uint32_t b[4];
@@ -123,14 +123,12 @@ struct PortableBlock {
         }
       }
       if constexpr (kSplits == 2) {
-        uint32_t low[4];
-        ldmatrix_x4(low, address + (low_offset & where.y));
+        uint32_t cross[4];
+        ldmatrix_x4(cross, address + (cross_offset & where.y));
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          mma(d[m][2 * i], a[0][m], low[0], low[1], d[m][2 * i], Mma{});
-          mma(d[m][2 * i + 1], a[0][m], low[2], low[3], d[m][2 * i + 1], Mma{});
-          mma(d[m][2 * i], a[1][m], b[0], b[1], d[m][2 * i], Mma{});
-          mma(d[m][2 * i + 1], a[1][m], b[2], b[3], d[m][2 * i + 1], Mma{});
+          mma(d[m][2 * i], a[1][m], cross[0], cross[1], d[m][2 * i], __nv_bfloat16{});
+          mma(d[m][2 * i + 1], a[1][m], cross[2], cross[3], d[m][2 * i + 1], __nv_bfloat16{});
         }
       }
     }

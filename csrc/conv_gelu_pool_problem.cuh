@@ -11,14 +11,14 @@
 
 namespace fxfuse::conv_gelu_pool {
 
-// What the tensor cores multiply. Tf32x3 is fp32-accurate: operands split into two TF32 parts, three products.
-enum class Product { Tf32, Tf32x3, Bf16, Fp16 };
+// What the tensor cores multiply. Fp32 is as accurate as fp32: operands in two parts, a product of TF32 and one of bf16 (common/mma.cuh).
+enum class Product { Tf32, Fp32, Bf16, Fp16 };
 
 template <Product product>
 struct Operand {
   using Element = float;  // in memory
   using Mma = Tf32;
-  static constexpr int kSplits = product == Product::Tf32x3 ? 2 : 1;
+  static constexpr int kSplits = product == Product::Fp32 ? 2 : 1;
 };
 template <>
 struct Operand<Product::Bf16> {
@@ -37,9 +37,9 @@ struct Operand<Product::Fp16> {
 template <Product product>
 constexpr int kChunkLen = kChunkBytes / static_cast<int>(sizeof(typename Operand<product>::Element));
 
-// GELU's own error must vanish beside the operands' rounding, 5e-4 in TF32 and 1e-7 in Tf32x3, or the result's, 2e-4 and more in 16 bits.
+// GELU's own error must vanish beside the operands' rounding, 5e-4 in TF32 and 5e-7 in Fp32, or the result's, 2e-4 and more in 16 bits.
 template <Product product>
-constexpr Gelu kExactForm = product == Product::Tf32x3 ? Gelu::MeanFine : product == Product::Tf32 ? Gelu::Mean : Gelu::MeanCoarse;
+constexpr Gelu kExactForm = product == Product::Fp32 ? Gelu::MeanFine : product == Product::Tf32 ? Gelu::Mean : Gelu::MeanCoarse;
 
 struct ConvShape {
   int64_t batch;

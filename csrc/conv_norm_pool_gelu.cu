@@ -11,7 +11,7 @@
 //   conv_norm_pool_gelu_operand.cuh   dtypes and precisions of matrix products
 //   conv_norm_pool_gelu_portable.cuh  the kernel for sm_80 and newer; _stage, _weights, _epilogue: its parts
 //   conv_norm_pool_gelu_hopper.cuh    the kernel for sm_90a and the headline's class; _plan, _load, _epilogue: its parts
-//   conv_norm_pool_gelu_launch.cuh    launches, instantiated by conv_norm_pool_gelu_{tf32,tf32x3,bf16,fp16,hopper}.cu
+//   conv_norm_pool_gelu_launch.cuh    launches, instantiated by conv_norm_pool_gelu_{tf32,fp32,bf16,fp16,hopper}.cu
 //   this file                         checks, op, registration
 
 #include <cstdlib>
@@ -31,7 +31,7 @@ Operand operand_of(ScalarType dtype, std::string_view precision) {
   require(precision == "tf32" || precision == "ieee", "precision is '", precision, "', but 'tf32' or 'ieee' is needed.");
   if (dtype == ScalarType::BFloat16) return Operand::Bf16;
   if (dtype == ScalarType::Half) return Operand::Fp16;
-  return precision == "tf32" ? Operand::Tf32 : Operand::Tf32x3;
+  return precision == "tf32" ? Operand::Tf32 : Operand::Fp32;
 }
 
 struct Convolution {
@@ -200,7 +200,7 @@ Tensor conv_norm_pool_gelu(const Tensor& input, const Tensor& weight, const std:
 
   switch (operand) {
     case Operand::Tf32: run<Operand::Tf32>(input, weight, p); break;
-    case Operand::Tf32x3: run<Operand::Tf32x3>(input, weight, p); break;
+    case Operand::Fp32: run<Operand::Fp32>(input, weight, p); break;
     case Operand::Bf16: run<Operand::Bf16>(input, weight, p); break;
     case Operand::Fp16: run<Operand::Fp16>(input, weight, p); break;
   }

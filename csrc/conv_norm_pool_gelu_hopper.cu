@@ -14,7 +14,7 @@ void run_hopper(const Tensor& input, const Problem& p, const HopperPlan& plan, c
 }
 
 template void run_hopper<Operand::Tf32>(const Tensor&, const Problem&, const HopperPlan&, const Weight&);
-template void run_hopper<Operand::Tf32x3>(const Tensor&, const Problem&, const HopperPlan&, const Weight&);
+template void run_hopper<Operand::Fp32>(const Tensor&, const Problem&, const HopperPlan&, const Weight&);
 template void run_hopper<Operand::Bf16>(const Tensor&, const Problem&, const HopperPlan&, const Weight&);
 template void run_hopper<Operand::Fp16>(const Tensor&, const Problem&, const HopperPlan&, const Weight&);
 

@@ -48,19 +48,15 @@ __device__ __forceinline__ void multiply_parity(Columns<operand>& even, Columns<
       for (int term = 0; term < Tile::kTerms; ++term) {
         if constexpr (!Tile::kResident) mbarrier_wait(barriers.weights_full(weights.stage), weights.parity);
         const uint64_t a = matrix_descriptor(barriers.weights + weights.stage * Tile::kStageBytes, Tile::kWeightPitch, kCoreMatrixBytes);
-        const uint64_t b = pixels + (tap_w == 2 ? Tile::kCopyBytes / kChunkBytes : 0);
+        const uint64_t b = pixels + ((tap_w == 2 ? Tile::kCopyBytes : 0) + term * Tile::kTermBytes) / kChunkBytes;
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < Tile::kChunks / 2; ++k) {
           const uint64_t a_k = a + k * (2 * Tile::kWeightPitch / kChunkBytes), b_k = b + k * (2 * Tile::kChunkPitch / kChunkBytes);
           const int accumulate = tap_w < 2 && k == 0 && term == 0 ? pair > 0 : 1;
-          // Terms: weight high x pixel high, weight high x pixel low, then weight low x pixel high.
-          if (tap_w == 0) wgmma(even, a_k, b_k, accumulate, Type{});
-          else wgmma(odd, a_k, b_k, accumulate, Type{});
-          if constexpr (Tile::kTerms == 2) {
-            if (term == 0 && tap_w == 0) wgmma(even, a_k, b_k + Tile::kTermBytes / kChunkBytes, 1, Type{});
-            if (term == 0 && tap_w != 0) wgmma(odd, a_k, b_k + Tile::kTermBytes / kChunkBytes, 1, Type{});
-          }
+          auto& columns = tap_w == 0 ? even : odd;
+          if (term == 0) wgmma(columns, a_k, b_k, accumulate, Type{});
+          else wgmma(columns, a_k, b_k, accumulate, __nv_bfloat16{});
         }
         wgmma_commit();
         if constexpr (!Tile::kResident) {

@@ -20,20 +20,20 @@ __global__ void __launch_bounds__(kPackThreads) pack_hopper_weight_kernel(const 
     const int word = i % 4, out_channel = i / 4 % kHopperOutChannels, chunk = i / (4 * kHopperOutChannels) % Tile::kChunks;
     const int term = i / kStageWords % Tile::kTerms, in_channel = chunk * Tile::kChunkChannels + word * kPerWord;
     const HopperTap tap(i / kStageWords / Tile::kTerms);
-    const T* from = static_cast<const T*>(w.data) + out_channel * w.stride[0] + in_channel * w.stride[1] + tap.kernel_d * w.stride[2] +
-                    tap.kernel_h * w.stride[3] + tap.kernel_w * w.stride[4];
-    T value[2] = {from_float<T>(0.f), from_float<T>(0.f)};
+    const T* from = static_cast<const T*>(w.data) + out_channel * w.stride[0] + tap.kernel_d * w.stride[2] + tap.kernel_h * w.stride[3] +
+                    tap.kernel_w * w.stride[4];
+    const auto value = [&](int in_channel) {
+      return out_channel < w.out_channels && in_channel < w.in_channels ? from[in_channel * w.stride[1]] : from_float<T>(0.f);
+    };
+    if constexpr (Tile::kTerms == 1) {
+      packed[i] = operand_word<operand>(value(in_channel), value(in_channel + kPerWord - 1));
+    } else {
+      float high[4], low[4];
 #pragma unroll
-    for (int j = 0; j < kPerWord; ++j) {
-      if (out_channel < w.out_channels && in_channel + j < w.in_channels) value[j] = from[j * w.stride[1]];
+      for (int c = 0; c < 4; ++c) split_word(fp32_word<operand>(value(in_channel - word + c)), high[c], low[c]);
+      const uint4 cross = cross_chunk<CrossOrder::LowFirst>(high, low);
+      packed[i] = term == 0 ? __float_as_uint(high[word]) : reinterpret_cast<const uint32_t*>(&cross)[word];
     }
-    uint32_t bits = operand_word<operand>(value[0], value[1]);
-    if constexpr (Tile::kTerms == 2) {
-      uint32_t high, low;
-      split_word(bits, high, low);
-      bits = term == 0 ? high : low;
-    }
-    packed[i] = bits;
   }
 }
 
@@ -144,9 +144,13 @@ __device__ __forceinline__ void stage_rows(const Problem& p, const DataOf<operan
       const uint32_t line = to + chunk * Tile::kChunkPitch + row * Tile::kLineBytes;
       uint4 words = make_uint4(word(row, chunk, 0), word(row, chunk, 1), word(row, chunk, 2), word(row, chunk, 3));
       if constexpr (Tile::kTerms == 2) {
-        const SplitFragment split = split_fragment(words);
-        store_pixel<operand>(line + Tile::kTermBytes, split.low);
-        words = split.high;
+        float high[4], low[4];
+        split_word(words.x, high[0], low[0]);
+        split_word(words.y, high[1], low[1]);
+        split_word(words.z, high[2], low[2]);
+        split_word(words.w, high[3], low[3]);
+        store_pixel<operand>(line + Tile::kTermBytes, cross_chunk<CrossOrder::HighFirst>(high, low));
+        words = make_uint4(__float_as_uint(high[0]), __float_as_uint(high[1]), __float_as_uint(high[2]), __float_as_uint(high[3]));
       }
       store_pixel<operand>(line, words);
     }

@@ -15,11 +15,12 @@ constexpr int kHopperTaps = 27, kPlaneSlots = 4;
 // Shared memory of one tile: 64 output channels x kPixels input pixels (kRows rows of 32) of one plane, for every output parity.
 template <Operand operand>
 struct HopperTile {
-  static constexpr int kTerms = operand == Operand::Tf32x3 ? 2 : 1;
+  static constexpr int kTerms = operand == Operand::Fp32 ? 2 : 1;
   static constexpr int kRows = kTerms == 2 ? 2 : 4, kPixels = kRows * kHopperWidth;
   static constexpr int kChunkChannels = kChunkBytes / static_cast<int>(sizeof(DataOf<operand>));
   static constexpr int kChunks = kHopperInChannels / kChunkChannels;
 
+  // Terms: TF32 parts, and in Fp32 cross chunks.
   // A plane: [term][chunk of channels][copy: as it is, and shifted by one pixel along W][row, one more than kRows][pixel][16 bytes].
   // Eight pixels are a core matrix; a tap along H is another start address, one along W is the other copy, so that all rows of a tile are
   // one operand of N = kPixels.

@@ -10,8 +10,8 @@
 
 namespace fxfuse::conv_norm_pool_gelu {
 
-// fp32 rounded to TF32; fp32 as it is, split into two TF32 terms in front of each product; 16 bits.
-enum class Operand { Tf32, Tf32x3, Bf16, Fp16 };
+// fp32 rounded to TF32; fp32 as it is, split in front of each product (common/mma.cuh); 16 bits.
+enum class Operand { Tf32, Fp32, Bf16, Fp16 };
 
 template <Operand> struct OperandTypes { using Data = float; using Mma = fxfuse::Tf32; };
 template <> struct OperandTypes<Operand::Bf16> { using Data = __nv_bfloat16; using Mma = __nv_bfloat16; };
@@ -46,10 +46,17 @@ __device__ __forceinline__ uint32_t operand_word(DataOf<operand> first, DataOf<o
   }
 }
 
-// The two TF32 terms of an operand's word, to 2^-23 of it. inf gives (inf, nan): any row that it reaches is nan after the norm anyway.
+// The two parts of an operand's word. inf gives (inf, nan): any row that it reaches is nan after the norm anyway.
+__device__ __forceinline__ void split_word(uint32_t word, float& high, float& low) {
+  high = __uint_as_float(round_tf32(__uint_as_float(word)));
+  low = __uint_as_float(word) - high;
+}
+
+// The same with both parts as operands of TF32.
 __device__ __forceinline__ void split_word(uint32_t word, uint32_t& high, uint32_t& low) {
-  high = round_tf32(__uint_as_float(word));
-  low = round_tf32(__uint_as_float(word) - __uint_as_float(high));
+  float high_part, low_part;
+  split_word(word, high_part, low_part);
+  high = __float_as_uint(high_part), low = round_tf32(low_part);
 }
 
 struct SplitFragment { uint4 high, low; };
@@ -63,12 +70,13 @@ __device__ __forceinline__ SplitFragment split_fragment(const uint4& a) {
   return s;
 }
 
-// d += A B for kM x kN tiles of 16 x 8. Where an operand has two terms, the three products of a tile, small ones first, are summed from
-// zero and then added in fp32: the tensor core's own running sums truncate, which over 10^3 steps of K costs 10^-5.
+// d += A B for kM x kN tiles of 16 x 8. Fp32 takes three products of TF32 parts, to 2^-23 of each: the norm over a row of few columns
+// magnifies what one of bf16 would leave. Small ones first they are summed from zero and then added in fp32: the tensor core's own
+// running sums truncate, which over 10^3 steps of K costs 10^-5.
 template <Operand operand, int kM, int kN>
 __device__ __forceinline__ void multiply_tiles(float (&d)[kM][kN][4], const uint4 (&a)[kM], const uint2 (&b)[kN]) {
   using Type = MmaOf<operand>;
-  if constexpr (operand == Operand::Tf32x3) {
+  if constexpr (operand == Operand::Fp32) {
     SplitFragment split[kM];
 #pragma unroll
     for (int m = 0; m < kM; ++m) split[m] = split_fragment(a[m]);

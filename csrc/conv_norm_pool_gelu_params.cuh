@@ -9,7 +9,7 @@ namespace fxfuse::conv_norm_pool_gelu {
 
 // Of the exact gelu: Fast is off by 2e-7 where TF32 or 16-bit operands cost 1e-4 and more.
 template <Operand operand>
-constexpr Gelu kExactGelu = operand == Operand::Tf32x3 ? Gelu::Accurate : Gelu::Fast;
+constexpr Gelu kExactGelu = operand == Operand::Fp32 ? Gelu::Accurate : Gelu::Fast;
 
 // norm_weight along W, and norm_bias averaged over each window; 1 and 0 where absent.
 template <typename T>

@@ -64,15 +64,42 @@ __device__ __forceinline__ uint32_t round_tf32(float x) {
   return bits;
 }
 
-// x = high + low, both TF32, to 2^-23 of x: three products high * high + high * low + low * high are as accurate as fp32.
+// ---- products as accurate as fp32's --------------------------------------------------------------------------------
+
+// x = high + low, high in TF32 and low 2^-11 of it. Then a b = high high + (high low + low high), the first a product of TF32 and the two in
+// brackets one of bf16, whose 8 bits leave 2^-20 of a b and whose exponents reach as far as fp32's, so that no value needs a scale.
+// Bf16 values come in half the bytes: the cross chunk of 4 channels, high parts of one operand against low parts of the other, is as large
+// as the chunk of their high parts, and a product of K = 16 does what would take two of TF32.
+
 // Rounding the largest finite values up would make inf of them: those are truncated. inf and nan are low alone: then they meet the other
 // operand's high part once, and no low part that is 0, which would make nan of inf.
-__device__ __forceinline__ void split_tf32(float x, uint32_t& high, uint32_t& low) {
+__device__ __forceinline__ void split_tf32(float x, float& high, float& low) {
   constexpr uint32_t kTruncate = 0xffffe000u;
-  high = round_tf32(x);
-  if (!is_finite(__uint_as_float(high))) high = is_finite(x) ? __float_as_uint(x) & kTruncate : 0u;
-  const float rest = x - __uint_as_float(high);
-  low = is_finite(x) ? round_tf32(rest) : __float_as_uint(x);
+  high = __uint_as_float(round_tf32(x));
+  if (!is_finite(high)) high = is_finite(x) ? __uint_as_float(__float_as_uint(x) & kTruncate) : 0.f;
+  low = x - high;
+}
+
+// Two parts as bf16, to nearest, the first in the lower half. High ones are kept finite: fp32's largest are beyond bf16's.
+__device__ __forceinline__ uint32_t bf16_high_parts(float first, float second) {
+  uint32_t bits;
+  asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+__device__ __forceinline__ uint32_t bf16_low_parts(float first, float second) {
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+
+// 4 channels' cross chunk. One operand has its high parts first, the other its low ones.
+enum class CrossOrder { HighFirst, LowFirst };
+template <CrossOrder order>
+__device__ __forceinline__ uint4 cross_chunk(const float (&high)[4], const float (&low)[4]) {
+  const uint2 highs{bf16_high_parts(high[0], high[1]), bf16_high_parts(high[2], high[3])};
+  const uint2 lows{bf16_low_parts(low[0], low[1]), bf16_low_parts(low[2], low[3])};
+  if constexpr (order == CrossOrder::HighFirst) return {highs.x, highs.y, lows.x, lows.y};
+  else return {lows.x, lows.y, highs.x, highs.y};
 }
 
 }  // namespace fxfuse

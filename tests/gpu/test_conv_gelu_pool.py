@@ -199,9 +199,10 @@ def test_nan_and_inf(dtype, precision, approximate):
                 expected = chain(x.float(), weight.float(), bias.float(), approximate=approximate)
                 out = conv_gelu_pool(x, weight, bias, approximate=approximate, precision=precision, out_dtype=torch.float32)
                 torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
-    # A bias that is inf or nan touches its own channel only.
+    # A bias or a weight that is inf or nan touches its own channel only.
     x, weight, bias = operands(2, 8, 64, (20, 20), (3, 3), dtype)
     bias[3], bias[5], bias[40] = math.inf, -math.inf, math.nan
+    weight[7, 2, 1, 1], weight[8, 7, 0, 2], weight[50, 0, 2, 2] = math.inf, -math.inf, math.nan
     expected = chain(x.float(), weight.float(), bias.float(), approximate=approximate)
     out = conv_gelu_pool(x, weight, bias, approximate=approximate, precision=precision, out_dtype=torch.float32)
     torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
@@ -209,13 +210,25 @@ def test_nan_and_inf(dtype, precision, approximate):
 
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
 def test_huge_and_tiny(precision):
-    """Near the ends of fp32: no overflow in rounding, no loss of what is small."""
+    """Near the ends of fp32: no overflow in rounding, to TF32 or to bf16, whose largest value is smaller; no loss of what is small."""
     x, weight, _ = operands(2, 8, 64, (20, 20), (3, 3))
     for scale_x, scale_w in ((1e-30, 1e10), (1e30, 1e-30), (1e18, 1e18)):
         check(x * scale_x, weight * scale_w, None, precision)
     largest = torch.full_like(x, torch.finfo(torch.float32).max)
     out = conv_gelu_pool(largest, weight * 1e-3, None, precision=precision)
     assert out.isfinite().all() or precision == "tf32"
+    if precision == "ieee":
+        check(largest, weight * 1e-6, None, precision)
+        check(x * 1e-6, weight.sign() * torch.finfo(torch.float32).max, None, precision)
+
+
+def test_range_of_values_in_one_image():
+    """In "ieee" no value is lost beside larger ones: each pixel's products are as accurate as fp32's, whatever its neighbours are."""
+    x, weight, bias = operands(2, 8, 64, (60, 60), (3, 3))
+    x[:, :, :30] *= 1e12
+    weight = weight.abs().neg()  # what is large becomes a gelu of 0
+    x = x.abs()
+    check(x, weight * 1e-3, None, "ieee")
 
 
 @pytest.mark.parametrize("dtype, precision", PRODUCTS, ids=str)

@@ -224,11 +224,22 @@ def test_magnitudes(scale, value, path):
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_nan_and_inf(value, dtype, precision, path):
     for c in (replace(HEADLINE, shape=(48, 32, 4, 8, 32)), plain((2, 12, 5, 7, 20), 24)):
-        for where in (0, 2):  # input, bias
+        for where in (0, 1, 2):  # input, weight, bias
             tensors = inputs(c, dtype)
             tensors[where].flatten()[-3] = value
             expected = eager(c, tensors, torch.float32)
             assert torch.equal(run(c, tensors, precision).isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("offset", [3, 30])
+def test_norm_of_an_offset(offset, path):
+    """The norm takes away what all columns have in common, and magnifies what rounding left of it: no more than in eager."""
+    c = replace(HEADLINE, shape=(48, 32, 4, 8, 32))
+    tensors = inputs(c, torch.float32)
+    tensors[0].add_(offset)
+    reference, out = eager(c, tensors, torch.float64), run(c, tensors, "ieee")
+    error, eagers = ((y.double() - reference).norm() / reference.norm() for y in (out, eager(c, tensors, torch.float32)))
+    assert error <= 2 * eagers, f"relative error {error:.3g}, eager's {eagers:.3g}"
 
 
 def test_largest_finite_values(path):
