@@ -73,23 +73,26 @@ def test_memory_beside_inputs_and_result() -> None:
 def test_inductors_max_autotune() -> None:
     rows = [r for r in rows_of("autotune_h200.json") if r["contender"] == "inductor-max-autotune channels_last"]
     text = " ".join((ROOT / "README.md").read_text().split())
-    first = {(r["dtype"], r["precision"]): f"{r['gpu_ms']:.2f}" for r in rows if r["workload"] == "conv_norm_pool_gelu"}
-    (second,) = [f"{r['gpu_ms']:.2f}" for r in rows if r["workload"] == "conv_gelu_pool"]
-    fp32 = f"{first['float32', 'tf32']} and {first['float32', 'ieee']} ms (fp32, tf32 and ieee)"
-    assert (
-        f"{fp32}, {first['bfloat16', '']} (bf16) and {first['float16', '']} (fp16) on the first model, and to {second} on the second's"
-        in text
-    )
+    ms = {(r["workload"], r["dtype"], r["precision"]): f"{r['gpu_ms']:.2f}" for r in rows}
+    kinds = (("float32", "tf32"), ("float32", "ieee"), ("bfloat16", ""), ("float16", ""))
+    first, second = ([ms[chain, *kind] for kind in kinds] for chain in ("conv_norm_pool_gelu", "conv_gelu_pool"))
+    assert f"{', '.join(first)} on the first model and {', '.join(second)} on the second (tf32, ieee, bf16, fp16)" in text
 
 
 def test_autos_choices() -> None:
     workloads: dict[tuple[str, ...], dict[str, float]] = {}
-    slower = 0
+    slower, noise = 0, 0.0
     for r in rows_of("sweep_h200.json"):
         workloads.setdefault((r["workload"], r["dtype"], r["precision"], r["layout"]), {})[r["contender"]] = r["gpu_ms"]
-        slower += r["contender"] == "fxfuse" and r["over_inductor"][0] > 1.02
+        if r["contender"] != "fxfuse":
+            continue
+        if r["op"] == "inductor":  # the same code twice
+            noise = max(noise, abs(r["over_inductor"][1] - 1))
+        else:
+            slower += r["over_inductor"][0] > 1.02
     close = sum(ms["fxfuse"] <= 1.02 * min(ms["inductor"], ms["fxfuse tail"]) for ms in workloads.values())
     mean = math.exp(sum(math.log(ms["fxfuse"] / ms["inductor"]) for ms in workloads.values()) / len(workloads))
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"sweep of {len(workloads)} workloads" in text and not slower
+    assert f"where it leaves the chain to Inductor it differs by {noise:.0%} at most" in text
     assert f"Inductor and the tail on {close}, and takes {mean:.2f} times as long" in text

@@ -257,7 +257,10 @@ def test_deterministic(path):
         for dtype, precision in KINDS:
             tensors = inputs(c, dtype)
             first = run(c, tensors, precision)
-            assert all(torch.equal(first, run(c, tensors, precision)) for _ in range(20))
+            for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+                torch.cuda.synchronize()
+                with torch.cuda.stream(stream):
+                    assert all(torch.equal(first, run(c, tensors, precision)) for _ in range(20))
 
 
 def test_runs_on_the_current_stream():
