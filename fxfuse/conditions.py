@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from . import torch_private
 from .chain import Condition
+from .values import value_of
 from .view import Call
 
 # What the kernels load and store; the arithmetic inside is fp32.
@@ -33,6 +34,11 @@ def parameter_dtype(name: str, tensor: torch.Tensor | None, dtype: torch.dtype) 
     """A bias or norm parameter, if given, is float32 or of the chain's dtype."""
     if tensor is not None:
         yield tensor.dtype in (torch.float32, dtype), f"{name} is {tensor.dtype}; the kernels take it as torch.float32 or {dtype}"
+
+
+def are_sizes(entries: Sequence[object]) -> bool:
+    """Whether each entry is a size, constant or not; False where the graph holds several as one value."""
+    return all(isinstance(value_of(entry), (int, torch.SymInt)) for entry in entries)
 
 
 def same_shape(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from .values import value_of
 
@@ -49,11 +49,22 @@ def through(word: str) -> tuple[str, ...]:
 
 def expand(value: Any, dims: int) -> Any:
     """An int or a one-element sequence as a tuple of `dims` entries; strings and full tuples as they are."""
+    value = _entries(value)
     if isinstance(value, str):
         return value
     if not isinstance(value, (tuple, list)):
         return (value,) * dims
     return tuple(value) * dims if len(value) == 1 else tuple(value)
+
+
+def _entries(value: Any) -> Any:
+    """The sizes that a node stands for: `y.shape[-2:]` with sizes that vary is a node that makes a torch.Size of others."""
+    if not isinstance(value, fx.Node):
+        return value
+    if value.target is torch.Size:
+        return value.args[0]
+    known = value_of(value)
+    return known if isinstance(known, tuple) and all(isinstance(size, int) for size in known) else value
 
 
 def _conv(args: Args, *, dims: int, transposed: bool = False) -> Args:
