@@ -33,7 +33,8 @@ def kernel_dtypes(*calls: Call | None) -> Iterator[Condition]:
 def parameter_dtype(name: str, tensor: torch.Tensor | None, dtype: torch.dtype) -> Iterator[Condition]:
     """A bias or norm parameter, if given, is float32 or of the chain's dtype."""
     if tensor is not None:
-        yield tensor.dtype in (torch.float32, dtype), f"{name} is {tensor.dtype}; the kernels take it as torch.float32 or {dtype}"
+        taken = dict.fromkeys((torch.float32, dtype))
+        yield tensor.dtype in taken, f"{name} is {tensor.dtype}; the kernels take it as {' or '.join(map(str, taken))}"
 
 
 def are_sizes(entries: Sequence[object]) -> bool:

@@ -107,7 +107,7 @@ def _decide(
 ) -> Plan | Declined:
     if isinstance(found, Miss):
         return _declined(found, found.call.node, found.reason)
-    overlap = next((node for node in found.nodes if node in taken), None)
+    overlap = next((node for node in found.in_order if node in taken), None)
     if overlap is not None:
         return _declined(found, overlap, f"{overlap.name} already belongs to another fused chain")
     unsafe = refusal(view, found)

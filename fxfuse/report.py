@@ -15,6 +15,8 @@ from torch import fx
 from . import listeners, torch_private
 
 KEPT_REPORTS = 64
+# What to change, for every sentence.
+WHY_NOT = os.path.join(os.path.dirname(__file__), "why_not.md")
 TORCH = os.path.dirname(torch.__file__) + os.sep
 # What `explain` wraps around a model.
 WRAPPERS = (f"{TORCH}nn/utils/stateless.py", f"{TORCH}_functorch/functional_call.py", os.path.join(os.path.dirname(__file__), "api.py"))
@@ -103,7 +105,7 @@ class Report:
         if self.fused:
             parts.append(fused_table(self.fused))
         if self.declined:
-            parts.append(declined_table(self.declined))
+            parts.append(f"{declined_table(self.declined)}\nwhat to change, sentence by sentence: {short(WHY_NOT)}")
         if self.stopped:
             parts.append(f"stopped: {self.stopped}")
         return "\n\n".join(parts)
