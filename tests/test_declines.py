@@ -68,8 +68,11 @@ def test_installation(piece: str) -> None:
 
 
 def test_the_page_has_one_row_for_each_sentence() -> None:
-    assert len(sentences.of_the_code()) > 80
-    assert sorted(sentences.of_the_page()) == sorted(set(sentences.of_the_code()))
+    code, rows = set(sentences.of_the_code()), sentences.of_the_page()
+    assert len(code) > 80
+    assert code - set(rows) == set(), "sentences without a row"
+    assert set(rows) - code == set(), "rows whose sentence is gone"
+    assert len(rows) == len(set(rows)), "two rows for a sentence"
 
 
 def test_every_sentence_has_a_case() -> None:
