@@ -23,7 +23,7 @@ from fxfuse.options import Options
 from fxfuse.report import Report
 
 B = (16,)
-H200 = RATES["NVIDIA H200"]
+H200_RATES = RATES["NVIDIA H200"]
 
 
 def seen(gm: fx.GraphModule, select: str = "always") -> Report:
@@ -39,6 +39,10 @@ def on_cpu(run: Callable[..., Any], *inputs: Any, **how: Any) -> fx.GraphModule:
 
 def conv_gelu_pool(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
     return pooled(torch.conv2d(x, w, b))
+
+
+def conv1d_gelu_pool(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.adaptive_avg_pool1d(F.gelu(torch.conv1d(x, w)), 1)
 
 
 def two_convolutions(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -88,9 +92,9 @@ def as_one_value(size: torch.SymInt) -> torch.Size:
     return torch.Size((size, size))
 
 
-def with_value(name: str, value: torch.Tensor, *inputs: Any) -> Report:
-    """conv -> gelu -> pool with another example value for the node of that name."""
-    gm = on_cpu(conv_gelu_pool, *inputs)
+def with_value(run: Callable[..., Any], name: str, value: torch.Tensor, *inputs: Any) -> Report:
+    """The chain with another example value for the node of that name."""
+    gm = on_cpu(run, *inputs)
     next(node for node in gm.graph.nodes if node.name == name).meta["example_value"] = value
     return seen(gm)
 
@@ -153,10 +157,13 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch], Report]] = {
     'fxfuse.select is "never"': lambda patch: seen(on_cpu(conv_gelu_pool, X2, W2), "never"),
     "add already belongs to another": lambda patch: seen(on_cpu(two_convolutions, X3, W3, W3)),
     "holds no example value for the result of conv": lambda patch: seen(fx.symbolic_trace(ConvGeluPool())),
-    "is a torch.sparse_coo tensor": lambda patch: with_value("l_x_", torch.zeros(X2).to_sparse(), X2, W2),
-    "l_b_ is on meta, the convolution on cpu": lambda patch: with_value("l_b_", torch.zeros(B, device="meta"), X2, W2, B),
+    "is a torch.sparse_coo tensor": lambda patch: with_value(conv_gelu_pool, "l_x_", torch.zeros(X2).to_sparse(), X2, W2),
+    "l_b_ is on meta, the convolution on cpu": lambda patch: with_value(conv_gelu_pool, "l_b_", torch.zeros(B, device="meta"), X2, W2, B),
     "is torch.bfloat16, torch.float32 at gelu, and torch.bfloat16 at its end": lambda patch: with_value(
-        "gelu", torch.zeros(2, 16, 10, 12), *(torch.zeros(shape, dtype=torch.bfloat16) for shape in (X2, W2))
+        conv_gelu_pool, "gelu", torch.zeros(2, 16, 10, 12), *(torch.zeros(shape, dtype=torch.bfloat16) for shape in (X2, W2))
+    ),
+    "the 1-d convolution's result has its channels innermost": lambda patch: with_value(
+        conv1d_gelu_pool, "conv1d", torch.zeros(2, 6, 8).transpose(1, 2), (2, 4, 8), (8, 4, 3)
     ),
     "gelu's approximate='fast' is neither": lambda patch: with_argument(mean_by_keywords, X2, W2, "approximate", "fast"),
     "the mean's keepdim=2 is not a bool": lambda patch: with_argument(mean_by_keywords, X2, W2, "keepdim", 2),
@@ -186,7 +193,7 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch], Report]] = {
     'select="tail"': lambda patch: seen(graph_of(conv_gelu_pool, X2, W2), "tail"),
     "predicted ": lambda patch: by_rates(patch, RATES["cpu"], on_cpu(conv_gelu_pool, X2, W2)),
     "the conv_gelu_pool portable tf32 kernel was not measured": lambda patch: by_rates(
-        patch, replace(H200, kernels={}), graph_of(conv_gelu_pool, X2, W2)
+        patch, replace(H200_RATES, kernels={}), graph_of(conv_gelu_pool, X2, W2)
     ),
     "a fused convolution is not taken on a device that was not measured": lambda patch: by_rates(patch, None, graph_of(conv_gelu_pool, X2, W2)),
     "saves 0%, less than the 20% asked for": lambda patch: by_rates(patch, None, on_cpu(conv_gelu_pool, X2, W2)),

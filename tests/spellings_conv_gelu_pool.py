@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -31,10 +30,6 @@ def squeezed_in_place(x, w, b):
     y = conv2(x, w, b)
     y.squeeze_()
     return tail(y)
-
-
-def channels_innermost(*shape: int) -> Callable[[], torch.Tensor]:
-    return lambda: torch.zeros(shape).transpose(1, 2)
 
 
 def conv_also_used(x, w, b):
@@ -201,7 +196,7 @@ ROWS = [
     row("inference_mode", lambda x, w: tail(conv2(x, w)), w=trainable(8, 4, 3, 3), around=torch.inference_mode),
     row("another tensor written between", other_tensor_written_between),
     row("custom op that writes nothing between", custom_op_that_writes_nothing_between),
-    row("conv1d of a permuted input made contiguous", lambda x1, w1: pool1(gelu(conv1(x1.contiguous(), w1)), 1), x1=channels_innermost(2, 8, 4)),
+    row("conv1d of a permuted input made contiguous", lambda x1, w1: pool1(gelu(conv1(x1.contiguous(), w1)), 1), x1=lambda: torch.zeros(2, 8, 4).mT),
     *[row(f"symbolic_trace, {d}-d", partial(ConvGeluPool, d), x=(2, 4, *[8] * d), capture=traced_graph) for d in (1, 2, 3)],
     *[
         row(f"symbolic_trace, transposed, {d}-d", partial(ConvGeluPool, d, True), x=(2, 4, *[8] * d), capture=traced_graph)
@@ -272,13 +267,6 @@ ROWS = [
         "the convolution's bias is torch.float16; the kernels take it as torch.float32 or torch.bfloat16",
         b=zeros(8, dtype=torch.float16),
         around=autocast,
-    ),
-    row(
-        "conv1d, channels innermost",
-        lambda x1, w1: pool1(gelu(conv1(x1, w1)), 1),
-        "the 1-d convolution's result has its channels innermost",
-        x1=channels_innermost(2, 8, 4),
-        w1=channels_innermost(8, 3, 4),
     ),
     row("conv squeezed in place", squeezed_in_place, "squeeze_ changes the shape of y in place"),
     row("tensor subclass", lambda x, w: tail(conv2(x, w)), "is a TwoTensor", x=two_tensor),
