@@ -55,8 +55,8 @@ def told_by(report: Report) -> list[str]:
 def _places(module: ast.Module) -> Iterator[ast.expr]:
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) in GENERATORS:
-            pairs = (inner.value for inner in ast.walk(node) if isinstance(inner, ast.Yield))
-            yield from (pair.elts[1] for pair in pairs)
+            yielded = (inner.value for inner in ast.walk(node) if isinstance(inner, ast.Yield))
+            yield from (pair.elts[1] for pair in yielded if isinstance(pair, ast.Tuple))
         elif isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS:
             yield from (inner.value for inner in ast.walk(node) if isinstance(inner, ast.Return))
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS and ast.unparse(node.args[0]) not in TAKEN:
