@@ -1,0 +1,39 @@
+"""Where a function is written: its line, and a hash of its file."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import marshal
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def place(function: Any, error: BaseException | None = None) -> str:
+    """file:line of a function; of the innermost line in its file that led to `error`. Empty for one that is not written in Python."""
+    code = _code_of(function)
+    if code is None:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+
+
+def hash_of_sources(functions: Iterable[Any], version: str) -> str:
+    """A hash of a version and of the files of functions (of the compiled code of one that is in no file, as in a notebook)."""
+    digest = hashlib.sha256(version.encode())
+    codes = [code for code in map(_code_of, functions) if code is not None]
+    files = sorted({code.co_filename for code in codes if Path(code.co_filename).is_file()})
+    for content in (*(Path(file).read_bytes() for file in files), *(marshal.dumps(c) for c in codes if c.co_filename not in files)):
+        digest.update(hashlib.sha256(content).digest())
+    return digest.hexdigest()[:16]
+
+
+def _code_of(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function) if callable(function) else function
+    return getattr(function, "__code__", None) or getattr(getattr(type(function), "__call__", None), "__code__", None)
