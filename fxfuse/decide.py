@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -46,13 +46,13 @@ class Terms:
     timer: Timer | None = None
 
 
-def decide(view: GraphView, found: Match | Miss, terms: Terms, taken: set[fx.Node]) -> Plan | Declined:
-    """What becomes of a candidate. taken: nodes that other plans have. Raises PassError for a mistake in the chain."""
+def decide(view: GraphView, found: Match | Miss, terms: Terms, taken: Mapping[fx.Node, str]) -> Plan | Declined:
+    """What becomes of a candidate. taken: nodes that other plans have, and their chains. Raises PassError for a mistake in the chain."""
     if isinstance(found, Miss):
         return declined(found, found.call.node, found.reason)
     overlap = next((node for node in found.nodes if node in taken), None)
     if overlap is not None:
-        return declined(found, overlap, f"{overlap.name} already belongs to another fused chain")
+        return declined(found, overlap, f"{overlap.name} already belongs to another fused chain, {taken[overlap]}")
     unsafe = refusal(view, found)
     if unsafe is not None:
         return declined(found, *unsafe)

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from . import torch_private
+from .command import in_a_word
 from .conditions import same_shape
-from .guarded import Guarded, in_a_line
+from .guarded import Guarded
 from .match import Match
 from .values import ModuleParameter, value_of
 from .view import Call
@@ -52,7 +53,7 @@ class Emitter:
         except torch_private.Restart:
             raise
         except Exception as error:
-            raise self._guarded.mistake(f"emits {target}, which raises {in_a_line(error)}", "its fake should take these arguments", error) from error
+            raise self._guarded.mistake(f"emits {target}, which raises {in_a_word(error)}", "its fake should take these arguments", error) from error
         node = self._create("call_function", target, args)
         self._annotate(node, value)
         return node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -39,13 +39,13 @@ def fuse(
 
     graph: nodes carry fake tensors as `meta["example_value"]` or `meta["val"]`. timer: measures candidates instead of predicting them.
     Each chain is looked for once, in the graph as it is given: what a replacement is made of is not looked at again.
-    Raises NotFusedError under `options.strict` if a candidate is declined, PassError if the reason is a mistake in its chain.
+    Raises NotFusedError under `options.strict` if a candidate is declined whose nodes no other chain fuses, PassError if the reason is a mistake in its chain.
     """
     report, terms = Report(graphs=1), Terms(options, unavailable, timer)
     on = _chains_on(options)
     plans = plan(graph, on, terms, report)
     decline_nested(graph, on, options, report)
-    if options.strict and report.declined:
+    if options.strict and _left(report, plans):
         raise NotFusedError(report)
     result, done = _rewritten(graph, plans, options, report)
     report.fused += [p.fused() for p in done]
@@ -56,12 +56,12 @@ def plan(graph: fx.Graph, on: Sequence[Chain], terms: Terms, report: Report) -> 
     """Chooses for every candidate of every chain that is on; what is declined goes into the report. A node serves one plan at most: that of
     the chain that comes first."""
     plans: list[Plan] = []
-    taken: set[fx.Node] = set()
+    taken: dict[fx.Node, str] = {}
     for view, found in _candidates(graph, on, terms.options, report):
         decision = _decision(view, found, terms, taken)
         if isinstance(decision, Plan):
             plans.append(decision)
-            taken |= decision.match.nodes
+            taken |= dict.fromkeys(decision.match.nodes, decision.match.chain.name)
         else:
             report.declined.append(decision)
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -113,11 +113,17 @@ def _candidates(graph: fx.Graph, on: Sequence[Chain], options: Options, report: 
             yield view, found
 
 
-def _decision(view: GraphView, found: Match | Miss, terms: Terms, taken: set[fx.Node]) -> Plan | Declined:
+def _decision(view: GraphView, found: Match | Miss, terms: Terms, taken: Mapping[fx.Node, str]) -> Plan | Declined:
     try:
         return decide(view, found, terms, taken)
     except PassError as error:
         return _mistaken(error, declined(found, found.anchor.node, str(error)), terms.options)
+
+
+def _left(report: Report, plans: list[Plan]) -> list[Declined]:
+    """The declined candidates that really stay as they are: the nodes of others are all fused, as another chain."""
+    fused = {node.name for p in plans for node in p.match.in_order}
+    return [record for record in report.declined if record.body or not fused.issuperset(record.nodes)]
 
 
 def _rewritten(graph: fx.Graph, plans: list[Plan], options: Options, report: Report) -> tuple[fx.Graph, list[Plan]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from . import torch_private
+from .command import in_a_word
 from .sources import place
 
 if TYPE_CHECKING:
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
 # A function that yields more conditions than this is taken for one that never ends.
 MOST_CONDITIONS = 1000
+
+_END = object()
 
 PAIRS = "it should yield pairs of a bool and the sentence for when it is False"
 
@@ -40,28 +45,18 @@ class Guarded:
 
     def __call__(self, expected: str, *args: Any, **kwargs: Any) -> Any:
         """What the function returns. expected: what it should do, for the sentence where it raises."""
-        try:
-            return self._function(*args, **kwargs)
-        except (PassError, *torch_private.Restart):
-            raise
-        except Exception as error:
-            raise self._raised(error, expected) from error
+        return self._result_of(self._function, expected, *args, **kwargs)
 
     def conditions(self, **calls: Any) -> Iterator[Condition]:
         """The pairs that the function yields."""
         yielded = self(PAIRS, **calls)
         if not isinstance(yielded, Iterable):
-            raise self.mistake(f"returns {yielded!r}", PAIRS)
+            raise self.mistake(f"returns {reprlib.repr(yielded)}", PAIRS)
         iterator = iter(yielded)
         for _ in range(MOST_CONDITIONS):
-            try:
-                condition = next(iterator)
-            except StopIteration:
+            condition = self._result_of(next, PAIRS, iterator, _END)
+            if condition is _END:
                 return
-            except torch_private.Restart:
-                raise
-            except Exception as error:
-                raise self._raised(error, PAIRS) from error
             yield self._checked(condition)
         raise self.mistake(f"yields more than {MOST_CONDITIONS} conditions", "it should come to an end")
 
@@ -69,22 +64,21 @@ class Guarded:
         """What to raise. error: what it raised, if it did: its line is the one that is named."""
         return PassError(self._chain, self._role, place(self._function, error), did, expected)
 
-    def _raised(self, error: Exception, expected: str) -> PassError:
-        return self.mistake(f"raises {in_a_line(error)}", expected, error)
+    def _result_of(self, function: Callable[..., Any], expected: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (PassError, *torch_private.Restart):
+            raise
+        except Exception as error:
+            raise self.mistake(f"raises {in_a_word(error)}", expected, error) from error
 
     def _checked(self, condition: Any) -> Condition:
         pair = isinstance(condition, (tuple, list)) and len(condition) == 2
-        if pair and type(condition[0]).__name__ == "SymBool":
+        if pair and isinstance(condition[0], torch.SymBool):
             sizes = "it should ask torch.fx.experimental.symbolic_shapes.statically_known_true"
             raise self.mistake(f"yields {condition[0]}, which depends on sizes that vary", sizes)
         if not pair or not isinstance(condition[0], bool) or not isinstance(condition[1], str):
-            raise self.mistake(f"yields {condition!r}", PAIRS)
+            raise self.mistake(f"yields {reprlib.repr(condition)}", PAIRS)
         if not condition[0] and not condition[1].strip():
             raise self.mistake("yields False with an empty sentence", "it should say why the chain is not taken and what to do")
         return condition
-
-
-def in_a_line(error: BaseException) -> str:
-    """An exception's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

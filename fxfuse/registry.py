@@ -14,7 +14,6 @@ already, so that of two that want the same nodes the one registered last has the
 from __future__ import annotations
 
 import importlib.machinery
-import sys
 import threading
 from types import TracebackType
 
@@ -22,7 +21,7 @@ from .chain import Chain, builtin_chains
 from .check import RegistrationError, check
 from .command import CommandError
 from .factory import module_of
-from .sources import place
+from .sources import file_of, place
 
 _lock = threading.Lock()
 # The latest first. Replaced as a whole: whoever reads it has one state of it.
@@ -91,4 +90,4 @@ def source_of(chain: Chain) -> str | None:
     name = chain.requires.__module__
     if importlib.machinery.PathFinder.find_spec(name.partition(".")[0]) is not None:
         return name
-    return getattr(sys.modules.get(name), "__file__", None)
+    return file_of(chain.requires)

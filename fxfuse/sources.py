@@ -22,12 +22,17 @@ def place(function: Any, error: BaseException | None = None) -> str:
     return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
 
 
+def file_of(function: Any) -> str | None:
+    """The file of a function; None for one that is in none, as in a notebook."""
+    code = _code_of(function)
+    return code.co_filename if code is not None and Path(code.co_filename).is_file() else None
+
+
 def hash_of_sources(functions: Iterable[Any], version: str) -> str:
     """A hash of a version and of the files of functions (of the compiled code of one that is in no file, as in a notebook)."""
     digest = hashlib.sha256(version.encode())
-    codes = [code for code in map(_code_of, functions) if code is not None]
-    files = sorted({code.co_filename for code in codes if Path(code.co_filename).is_file()})
-    for content in (*(Path(file).read_bytes() for file in files), *(marshal.dumps(c) for c in codes if c.co_filename not in files)):
+    contents = [Path(file_of(f)).read_bytes() if file_of(f) else marshal.dumps(_code_of(f)) for f in functions if _code_of(f) is not None]
+    for content in dict.fromkeys(contents):
         digest.update(hashlib.sha256(content).digest())
     return digest.hexdigest()[:16]
 
