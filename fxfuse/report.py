@@ -24,7 +24,8 @@ WRAPPERS = (f"{TORCH}nn/utils/stateless.py", f"{TORCH}_functorch/functional_call
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a chain: an op of fxfuse's, or "inductor" where it was timed; its predicted or measured time, or why it cannot be.
+    """One way to compute a chain: an op (with its namespace if that is not fxfuse's), or "inductor" where it was timed; its predicted or measured
+    time, or why it cannot be.
 
     us, inductor_us: its microseconds, and those of Inductor instead (predicted: at least); None where there is no figure.
     measured: they were timed, not predicted. kernel: "fused" with the convolution inside, "tail" behind it, "" where it cannot be or is Inductor's.
@@ -42,9 +43,9 @@ class Candidate:
 class Fused:
     """A chain that was replaced.
 
-    shapes: "input -> convolution output -> result", each as [N, C, ...]; symbolic sizes by name.
+    shapes: "input -> convolution output -> result" (of another anchor its output), each as [N, C, ...]; symbolic sizes by name.
     choice: why this implementation was taken. candidates: every way that was weighed, this one included.
-    location: file:line of the convolution in the user's code. graph: number of its graph within the report.
+    location: file:line of the anchor in the user's code. graph: number of its graph within the report.
     """
 
     chain: str

@@ -18,7 +18,7 @@ from fxfuse.chain import Chain, Condition, Implementation, Step
 from fxfuse.choose import Cost, Work
 from fxfuse.conditions import are_sizes, kernel_dtypes, number_of_bytes, parameter_dtype
 from fxfuse.ops import define
-from fxfuse.replacement import Emitter
+from fxfuse.emitter import Emitter
 from fxfuse.values import value_of
 from fxfuse.view import Call
 
@@ -259,5 +259,6 @@ CHAIN = Chain(
         ),
         Implementation("gelu_pool", tail_takes, tail_replace, tail_cost, "gelu and pool behind any convolution of the chain's, on a GPU or a CPU"),
     ),
+    dims=(1, 2, 3),
     description="The mean over space, or an adaptive average pool, of the gelu of a convolution, transposed or not, in float32, bfloat16 or float16.",
 )

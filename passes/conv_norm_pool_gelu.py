@@ -19,7 +19,7 @@ from fxfuse.chain import Chain, Condition, Implementation, Step
 from fxfuse.choose import Cost, Work
 from fxfuse.conditions import are_sizes, kernel_dtypes, number_of_bytes, parameter_dtype, same_shape
 from fxfuse.ops import define
-from fxfuse.replacement import Emitter
+from fxfuse.emitter import Emitter
 from fxfuse.values import value_of
 from fxfuse.view import Call
 

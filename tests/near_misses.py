@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from chains import RELU, SIN, Net, conv_relu, of_steps
 from convolutions import TAKEN, W2, W3, X2, X3, graph_of, normed, pooled
 from models import ConvGeluPool, dynamo_graph, fuse, fused_nodes
 from spellings import autocast
@@ -131,6 +132,29 @@ def needing_data() -> Report:
     return fxfuse.explain(lambda x: x * 2 if x.sum() > 0 else x, torch.zeros(3))
 
 
+def of_registered(chain: fxfuse.Chain, run: Callable[..., Any], *inputs: Any) -> Report:
+    with fxfuse.register(chain):
+        return seen(on_cpu(run, *inputs))
+
+
+def of_views(run: Callable[[torch.Tensor], torch.Tensor]) -> Report:
+    view = fxfuse.Word("view", fxfuse.Spelling(torch.ops.aten.reshape.default, methods=("view",)))
+    return of_registered(of_steps("views", ("view", ("sin", "view")), (view, SIN), names=("view", "then")), run, (4, 4))
+
+
+def of_a_pair(run: Callable[[torch.Tensor], torch.Tensor]) -> Report:
+    """relu -> the largest values, which torch.max returns beside their indices."""
+    largest = fxfuse.Word("largest", fxfuse.Spelling(torch.ops.aten.max.dim, torch.max))
+    return of_registered(of_steps("relu_largest", ("relu", "largest"), (RELU, largest)), run, (4, 4))
+
+
+def mistaken() -> Report:
+    def takes(**calls: Any) -> Any:
+        raise ZeroDivisionError("a defect")
+
+    return of_registered(conv_relu(takes=takes), Net(), (2, 4, 8, 8))
+
+
 def failing_pass(patch: pytest.MonkeyPatch) -> Report:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a defect")
@@ -181,6 +205,11 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch], Report]] = {
     "the addend is a symbolic or complex number": lambda patch: seen(
         on_cpu(lambda x, w, n: normed(torch.conv3d(x, w) + n), X3, W3, 3, dynamic=True)
     ),
+
+    "the in-place sin writes to l_x_ through a view of it": lambda patch: of_views(lambda x: x.view(-1).sin_()),
+    "the chain's result is a view of l_x_": lambda patch: of_views(lambda x: x.view(-1).view((2, -1))),
+    "of which the first entry is not read": lambda patch: of_a_pair(lambda x: torch.max(F.relu(x), 1)[1]),
+    "a mistake in the chain conv_relu: its takes at ": lambda patch: mistaken(),
 
     "input, weight and result are torch.float32, torch.float32, torch.bfloat16": lambda patch: under_autocast(),
     "the weight's shape is not constant": lambda patch: seen(graph_of(conv_gelu_pool, X2, W2, dynamic=True)),
