@@ -59,12 +59,18 @@ def _places(module: ast.Module) -> Iterator[ast.expr]:
             yield from (pair.elts[1] for pair in yielded if isinstance(pair, ast.Tuple))
         elif isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS:
             yield from (inner.value for inner in ast.walk(node) if isinstance(inner, ast.Return))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS and ast.unparse(node.args[0]) not in TAKEN:
-            yield from node.args[CALLS[ast.unparse(node.func)] :][:1]
+        elif isinstance(node, ast.Call):
+            yield from _of_call(node)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "report.stopped":
             yield node.value
         elif isinstance(node, ast.keyword) and node.arg == "stopped":
             yield node.value
+
+
+def _of_call(call: ast.Call) -> Iterator[ast.expr]:
+    index = CALLS.get(ast.unparse(call.func))
+    if index is not None and index < len(call.args) and ast.unparse(call.args[0]) not in TAKEN:
+        yield call.args[index]
 
 
 def _templates(place: ast.expr) -> Iterator[str]:
