@@ -62,10 +62,11 @@ def _fused_and_compiled(
     except Exception:
         if own.strict or gm.graph is original:
             raise
-        log.exception("fxfuse: Inductor does not compile the rewritten graph; compiling it as it was. Please report this.")
+        chains = ", ".join(sorted({record.chain for record in report.fused}))
+        log.exception("fxfuse: Inductor does not compile the graph with %s fused; compiling it as it was. Please report this.", chains)
         gm.graph = original
         report.fused.clear()
-        report.stopped = "Inductor does not compile the rewritten graph; the log holds the exception"
+        report.stopped = f"Inductor does not compile the graph with {chains} fused; the log holds the exception"
         return report, inductor(gm, example_inputs)
 
 

@@ -16,6 +16,7 @@ from .guarded import Guarded
 from .match import Match
 from .values import ModuleParameter, value_of
 from .view import Call
+from .vocabulary import NONE
 
 # What debuggers, profilers and later passes read off a node; a replacement inherits it from the node it stands for.
 INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node")
@@ -41,20 +42,22 @@ class Emitter:
         self._guarded = guarded
         self._last = copied[match.last.result]
 
-    def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A call of `target`, an op such as `torch.ops.mine.op.default` or a function of torch's, with its example value computed on fake
-        tensors by the op's fake."""
+        tensors by the op's fake. An op that writes to its arguments is refused."""
         target = torch_private.overload_of(target)
-        args = self._own(args)
-        values = fx.map_arg(args, value_of)
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            raise self._guarded.mistake(f"emits {target}, which writes to its arguments", "it should emit ops that return new tensors")
+        args, kwargs = self._own(args), {name: self._own(value) for name, value in kwargs.items()}
+        values, named = fx.map_arg(args, value_of), fx.map_arg(kwargs, value_of)
         try:
-            with torch_private.fake_mode_of(values):
-                value = target(*values)
+            with torch_private.fake_mode_of((values, named)):
+                value = target(*values, **named)
         except torch_private.Restart:
             raise
         except Exception as error:
             raise self._guarded.mistake(f"emits {target}, which raises {in_a_word(error)}", "its fake should take these arguments", error) from error
-        node = self._create("call_function", target, args)
+        node = self._create("call_function", target, args, kwargs)
         self._annotate(node, value)
         return node
 
@@ -69,7 +72,7 @@ class Emitter:
         else:
             target = (torch.conv1d, torch.conv2d, torch.conv3d)[conv.dims - 1]
             geometry.append(conv.groups)
-        node = self._create("call_function", target, self._own((conv.input, conv.weight, None, *geometry)), like=self._copied[conv.node])
+        node = self._create("call_function", target, self._own((conv.input, conv.weight, None, *geometry)), {}, self._copied[conv.node])
         # Same shape, dtype and layout with or without bias: no need to run it, and autocast has already had its say.
         self._annotate(node, conv.value)
         return node
@@ -108,11 +111,11 @@ class Emitter:
             raise self._guarded.mistake(f"emits an op that reads {value.name}, a node of another graph", "it should take nodes from the calls and from emit")
         return self._copied.get(value, value) if isinstance(value, fx.Node) else value
 
-    def _create(self, kind: str, target: Any, args: Sequence[Any], like: fx.Node | None = None) -> fx.Node:
+    def _create(self, kind: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = NONE, like: fx.Node | None = None) -> fx.Node:
         """A new node in front of the chain's last, with the provenance of `like` (the last node by default)."""
         meta = (like or self._last).meta
         with self._graph.inserting_before(self._last):
-            node = self._graph.create_node(kind, target, tuple(args))
+            node = self._graph.create_node(kind, target, tuple(args), dict(kwargs))
         node.meta = {key: copy.copy(meta[key]) for key in INHERITED if key in meta}
         node.meta[STANDS_FOR] = tuple(replaced.name for replaced in self._match.in_order)
         node.meta[FINGERPRINT] = self._match.chain.fingerprint

@@ -17,15 +17,13 @@ import importlib.machinery
 import threading
 from types import TracebackType
 
-from .chain import Chain, builtin_chains
+from .chain import Chain, builtin_chains, chains
 from .check import RegistrationError, check
 from .command import CommandError
 from .factory import module_of
-from .sources import file_of, place
+from .sources import file_of, place, unwrapped
 
 _lock = threading.Lock()
-# The latest first. Replaced as a whole: whoever reads it has one state of it.
-_chains: tuple[Chain, ...] = ()
 
 
 class Registration:
@@ -36,9 +34,9 @@ class Registration:
 
     def remove(self) -> None:
         """Takes the chain away again; nothing happens where it is gone already."""
-        global _chains
+        global _registrations
         with _lock:
-            _chains = tuple(chain for chain in _chains if chain is not self.chain)
+            _registrations = tuple(other for other in _registrations if other is not self)
 
     def __enter__(self) -> Registration:
         return self
@@ -47,47 +45,53 @@ class Registration:
         self.remove()
 
 
+# The latest first. Replaced as a whole: whoever reads it has one state of it.
+_registrations: tuple[Registration, ...] = ()
+
+
 def register(chain: Chain) -> Registration:
     """Adds a chain to those that every later compilation in this process looks for.
 
     Raises RegistrationError, with nothing registered, for a chain that cannot work: a name that is taken, a step with a word that nobody
     knows, an op that torch does not know, functions that do not take the names of the steps, ...
     """
-    global _chains
+    global _registrations
     check(chain)
+    registration = Registration(chain)
     with _lock:
-        for other in (*_chains, *builtin_chains()):
+        if chain.name in [own.name for own in builtin_chains()]:
+            raise RegistrationError(f"the chain {chain.name!r} is one of fxfuse's own; take another name")
+        for other in registered():
             if other.name == chain.name:
-                whose = f"registered already: its functions are at {place(other.requires)}" if other in _chains else "one of fxfuse's own"
-                raise RegistrationError(f"the chain {chain.name!r} is {whose}; take another name, or remove that registration first")
-        _chains = (chain, *_chains)
-    return Registration(chain)
+                theirs = f"the chain {chain.name!r} is registered already: its functions are at {place(other.requires)}"
+                raise RegistrationError(f"{theirs}; take another name, or remove that registration first")
+        _registrations = (registration, *_registrations)
+    return registration
 
 
 def registered() -> tuple[Chain, ...]:
     """The chains from outside, the latest first."""
-    return _chains
+    return tuple(registration.chain for registration in _registrations)
 
 
-def load(source: str) -> list[str]:
-    """Imports a module, "module.py" or "package.module", and registers the chains that it holds, if it has not done so itself; the names of
-    what it registered or holds. Raises CommandError where the import fails or a chain cannot be registered."""
-    before = _chains
-    module = module_of(source)
-    held = [value for value in vars(module).values() if isinstance(value, Chain)]
+def load(source: str) -> bool:
+    """Imports a module, "module.py" or "package.module", and registers the chains that it holds, if it has not done so itself; whether there
+    are any. Raises CommandError where the import fails or a chain cannot be registered."""
+    before = _registrations
+    held = [value for value in vars(module_of(source)).values() if isinstance(value, Chain)]
     for chain in held:
-        if all(chain is not other for other in (*_chains, *builtin_chains())):
+        if all(chain is not known for known in chains()):
             try:
                 register(chain)
             except RegistrationError as error:
                 raise CommandError(f"{source}: {error}") from error
-    return [chain.name for chain in {id(chain): chain for chain in (*held, *(c for c in _chains if c not in before))}.values()]
+    return bool(held) or _registrations is not before
 
 
 def source_of(chain: Chain) -> str | None:
     """What `load` is to be given for a chain, in another process: the module of its functions if it can be imported by name, else its file;
     None where there is neither, as in a notebook."""
-    name = chain.requires.__module__
+    name = unwrapped(chain.requires).__module__
     if importlib.machinery.PathFinder.find_spec(name.partition(".")[0]) is not None:
         return name
     return file_of(chain.requires)

@@ -37,8 +37,13 @@ def hash_of_sources(functions: Iterable[Any], version: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _code_of(function: Any) -> Any:
+def unwrapped(function: Any) -> Any:
+    """The function behind partials and decorators."""
     while isinstance(function, functools.partial):
         function = function.func
-    function = inspect.unwrap(function) if callable(function) else function
+    return inspect.unwrap(function) if callable(function) else function
+
+
+def _code_of(function: Any) -> Any:
+    function = unwrapped(function)
     return getattr(function, "__code__", None) or getattr(getattr(type(function), "__call__", None), "__code__", None)

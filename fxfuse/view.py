@@ -33,7 +33,8 @@ class Call:
     """One op of the graph read as a word: `node` reads the arguments, `result` is the node whose value the word produces.
 
     The two differ only for ops that return a tuple (`native_layer_norm` and its getitem). Arguments are reached as attributes by the
-    word's argument names; tensors among them are nodes (or `ModuleParameter`s). `by` is the argument by which the chain flows in; of a
+    word's argument names (one that is called like an attribute here, as `value`, in `args`); tensors among them are nodes (or
+    `ModuleParameter`s). `by` is the argument by which the chain flows in; of a
     chain's first call, the first by which it could.
     """
 

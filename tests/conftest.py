@@ -53,7 +53,7 @@ def no_options_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone behind it."""
-    monkeypatch.setattr(registry, "_chains", ())
+    monkeypatch.setattr(registry, "_registrations", ())
 
 
 @pytest.fixture

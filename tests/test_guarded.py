@@ -125,6 +125,10 @@ def has_no_fake(emit: Any, conv: Any, relu: Any) -> fx.Node:
     return emit(no_fake, conv.result)
 
 
+def writes(emit: Any, conv: Any, relu: Any) -> fx.Node:
+    return emit(torch.ops.aten.relu_.default, conv.result)
+
+
 def adapts_to_nothing(args: Any) -> None:
     return None
 
@@ -169,6 +173,7 @@ MISTAKES: dict[str, tuple[fxfuse.Chain, str]] = {
         rf"its replace at {HERE}:\d+ emits fxfuse_tests.fake_raises.default, which raises ValueError: no fake for this; its fake should take",
     ),
     "an op without a fake": (conv_relu(replace=has_no_fake), "emits fxfuse_tests.no_fake.default, which raises .*; its fake should take"),
+    "an op that writes to its arguments": (conv_relu(replace=writes), "emits aten.relu_.default, which writes to its arguments; it should emit ops that"),
     "adapt raises": (bad_word(adapt_raises), rf"its adapt of relu at {HERE}:\d+ raises KeyError: 'weight'; it should turn a dict of arguments into another"),
     "adapt returns nothing": (bad_word(adapts_to_nothing), rf"its adapt of relu at {HERE}:\d+ returns None; it should turn a dict"),
 }  # fmt: skip
@@ -244,6 +249,16 @@ def test_a_replacement_that_holds_the_chain_again_is_made_once() -> None:
     assert len(emitted) == 1 and [record.chain for record in report.fused] == ["conv_relu", "conv_gelu_pool"]
     assert len([node for node in graph.nodes if node.target is F.relu]) == 1
     graph.lint()
+
+
+def test_keywords_go_into_the_node() -> None:
+    def total(emit: Any, conv: Any, relu: Any) -> fx.Node:
+        return emit(torch.mul, conv.result, emit(torch.sum, conv.result, dtype=torch.float32))
+
+    with fxfuse.register(conv_relu(replace=total)), torch.no_grad():
+        graph, report = fuse(graph_of_both())
+    assert len(report.fused) == 2
+    assert [node.kwargs for node in graph.nodes if node.target is torch.sum] == [{"dtype": torch.float32}]
 
 
 def test_what_the_replacement_reads_of_the_chain_is_kept() -> None:

@@ -161,7 +161,7 @@ def test_explain_looks_for_the_chains_that_the_factorys_module_registers(
 def test_passes_lists_the_chains_of_a_module_registered_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     for module in (str(tmp_path / "mine.py"), "chains"):
-        registry._chains = ()
+        registry._registrations = ()
         assert main(["passes", module]) == 0
         out = capsys.readouterr().out
         assert out.index("conv_relu") < out.index("conv_gelu_pool") and "fxfuse_tests::relu" in out and "relu: relu" in out

@@ -15,7 +15,7 @@ from models import ConvGeluPool, dynamo_graph, fake_mode, fuse, reasons, traced_
 from torch import fx, nn
 
 import fxfuse
-from fxfuse import engine, registry
+from fxfuse import choose, engine, registry
 from fxfuse.chain import Chain, builtin_chains, chain_names, chains
 from fxfuse.check import check
 from fxfuse.options import OptionError, Options, split
@@ -39,6 +39,9 @@ def test_a_registered_chain_is_there_until_it_is_removed() -> None:
     registration.remove()
     registration.remove()
     assert chain_names() == BUILT_IN
+    with fxfuse.register(registration.chain):
+        registration.remove()
+        assert "conv_relu" in chain_names(), "this one is another registration"
 
 
 def test_a_with_block_takes_it_away_again_whatever_happens() -> None:
@@ -125,6 +128,37 @@ def test_two_libraries_may_bring_the_same_word_each_in_its_own_way() -> None:
             assert sorted(record.chain for record in fuse(gm)[1].fused) == ["one", "other"]
         with fxfuse.register(one), fxfuse.register(same):
             assert [record.chain for record in fuse(gm)[1].fused] == ["same"]
+
+
+BYTES = {1: ("fused", "moves 1 bytes, Inductor 8; saves 88%, at least the 20% asked for"), 8: ("declined", "saves 0%, less than the 20% asked for")}
+
+
+@pytest.mark.parametrize(("moved", "expected"), BYTES.items())
+def test_a_cost_that_is_given_decides(moved: int, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost(conv: Any, relu: Any) -> fxfuse.Cost:
+        return fxfuse.Cost(op=fxfuse.Work(bytes=moved, kernels=1), inductor=fxfuse.Work(bytes=8, kernels=1))
+
+    monkeypatch.setattr(choose, "RATES", {})
+    with torch.no_grad(), fxfuse.register(conv_relu(cost=cost)):
+        _, report = fuse(graph_of(), select="auto")
+    (record,) = getattr(report, expected[0])
+    assert expected[1] in (record.choice if expected[0] == "fused" else record.reason)
+
+
+def test_an_op_that_returns_a_tuple_is_read_by_its_first_entry() -> None:
+    def norm(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.native_layer_norm(torch.conv2d(x, w), [6], None, None, 1e-5)
+
+    def to_relu(emit: Any, conv: Any, layer_norm: Any) -> fx.Node:
+        return emit(torch.ops.aten.relu.default, conv.result)
+
+    first = traced_graph(lambda x, w: norm(x, w)[0], torch.zeros(2, 4, 8, 8), torch.zeros(8, 4, 3, 3))
+    second = traced_graph(lambda x, w: norm(x, w)[1], torch.zeros(2, 4, 8, 8), torch.zeros(8, 4, 3, 3))
+    with torch.no_grad(), fxfuse.register(of_steps("conv_norm", ("conv", "layer_norm"), replace=to_relu)):
+        graph, report = fuse(first, passes=("conv_norm",))
+        assert len(report.fused) == 1 and "native_layer_norm" not in str(graph)
+        _, report = fuse(second, passes=("conv_norm",))
+    assert reasons(report) == ["the result of layer_norm is a tuple, of which the first entry is not read"]
 
 
 def test_an_anchor_need_not_be_a_convolution() -> None:
