@@ -5,6 +5,8 @@
     print(*fxfuse.reports())                              # what the compilations of this process did
     fused, report = fxfuse.rewrite(graph_module, x)       # the FX pass alone, on a traced graph
 
+A chain of your own: `fxfuse.register(fxfuse.Chain(...))`, see `fxfuse.registry` and `fxfuse.chain`.
+
 Importing this package touches no device and compiles nothing.
 """
 
@@ -17,10 +19,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import explain, rewrite
+    from .chain import Chain, Implementation, Step
+    from .check import RegistrationError
+    from .choose import Cost, Work
+    from .emitter import Emitter
+    from .registry import Registration, register
     from .report import Report, reports
+    from .view import Call
+    from .vocabulary import Spelling, Word
 
 __version__ = "0.1.0"
-__all__ = ["Report", "explain", "reports", "rewrite"]
+__all__ = [
+    "Call",
+    "Chain",
+    "Cost",
+    "Emitter",
+    "Implementation",
+    "Registration",
+    "RegistrationError",
+    "Report",
+    "Spelling",
+    "Step",
+    "Word",
+    "Work",
+    "explain",
+    "register",
+    "reports",
+    "rewrite",
+]
 
 if __name__ != "fxfuse":
     # TORCH_LOGS="+fxfuse" imports every package below this one; on the path of a checkout that is this very package, again and again.
@@ -33,7 +59,19 @@ if not (Path(__file__).parent / "passes").is_dir() and (Path(__file__).parents[1
 if os.environ.get("FXFUSE_LOG"):
     import_module(".logs", __name__).set_level(os.environ["FXFUSE_LOG"])
 
-_HOMES = {"Report": "report", "explain": "api", "reports": "report", "rewrite": "api"}
+# The module that each name of `__all__` lies in.
+_NAMES = {
+    "api": ("explain", "rewrite"),
+    "chain": ("Chain", "Implementation", "Step"),
+    "check": ("RegistrationError",),
+    "choose": ("Cost", "Work"),
+    "emitter": ("Emitter",),
+    "registry": ("Registration", "register"),
+    "report": ("Report", "reports"),
+    "view": ("Call",),
+    "vocabulary": ("Spelling", "Word"),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

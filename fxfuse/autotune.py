@@ -81,7 +81,7 @@ def _measured(gm: fx.GraphModule, match: Match, implementations: Sequence[Implem
         inputs = [_random(value) for value in inputs_of(gm.graph)]
         calls = {INDUCTOR: inductor(_copy(gm, gm.graph), inputs)}
         for implementation in implementations:
-            own = next(found for found in find(GraphView(gm.graph), match.chain) if isinstance(found, Match))
+            own = next(found for found in find(GraphView(gm.graph, match.chain), match.chain) if isinstance(found, Match))
             calls[implementation.op] = inductor(_copy(gm, rewritten(gm.graph, [(own, implementation.replace)])), inputs)
         contenders = {name: lambda call=call: call(*inputs) for name, call in calls.items()}
         return medians(paired_times(contenders, inputs[0].device, ROUNDS))
@@ -122,7 +122,7 @@ def _kept_at(gm: fx.GraphModule, match: Match, implementations: Sequence[Impleme
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     layouts = [(value.shape, value.stride(), value.dtype) for value in map(value_of, gm.graph.nodes) if isinstance(value, torch.Tensor)]
     ops = [implementation.op for implementation in implementations]
-    state = (name, torch.__version__, build_hash(device.type), precision.current(), autocast, setting, match.chain.name, ops, gm.code, layouts)
+    state = (name, torch.__version__, build_hash(device.type), precision.current(), autocast, setting, match.chain.fingerprint, ops, gm.code, layouts)
     return cache_dir() / "autotune" / f"{hashlib.sha256(repr(state).encode()).hexdigest()[:32]}.json"
 
 

@@ -13,8 +13,10 @@ from torch import fx
 from . import autotune, dump, engine, precision, torch_private
 from .build import build_hash
 from .chain import chain_names
+from .emitter import FINGERPRINT
 from .options import Options, split
 from .report import Report, keep
+from .values import value_of
 from .weigh import Timer
 
 log = logging.getLogger(__name__)
@@ -60,10 +62,11 @@ def _fused_and_compiled(
     except Exception:
         if own.strict or gm.graph is original:
             raise
-        log.exception("fxfuse: Inductor does not compile the rewritten graph; compiling it as it was. Please report this.")
+        chains = ", ".join(sorted({record.chain for record in report.fused}))
+        log.exception("fxfuse: Inductor does not compile the graph with %s fused; compiling it as it was. Please report this.", chains)
         gm.graph = original
         report.fused.clear()
-        report.stopped = "Inductor does not compile the rewritten graph; the log holds the exception"
+        report.stopped = f"Inductor does not compile the graph with {chains} fused; the log holds the exception"
         return report, inductor(gm, example_inputs)
 
 
@@ -82,24 +85,19 @@ def fuse_in_place(gm: fx.GraphModule, options: Options, timer: Timer | None = No
 
 
 def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], inductor: Callable[..., Any]) -> Callable[..., Any]:
-    if not _devices(gm.graph):
+    emitted = [node for node in gm.graph.nodes if FINGERPRINT in node.meta]
+    if not emitted:
         return inductor(gm, example_inputs)
-    with _cache_key(gm.graph):
+    with _cache_key(emitted):
         return inductor(gm, example_inputs)
 
 
-def _devices(graph: fx.Graph) -> set[str]:
-    """Device types on which ops of fxfuse's run in the graph."""
-    own = (node for node in graph.nodes if getattr(node.target, "namespace", None) == "fxfuse")
-    return {node.meta["example_value"].device.type for node in own}
-
-
-def _cache_key(graph: fx.Graph) -> Any:
-    """Inductor's cache keys hold a custom op's name only: the hashes of kernels and passes join it, so that a new version is not served old
-    code. So does autocast's dtype, which torch 2.11's key lacks and which decides the dtype that the op is called in."""
+def _cache_key(emitted: Sequence[fx.Node]) -> Any:
+    """Inductor's cache keys hold a custom op's name only: the hashes of kernels and of the chains that emitted it join it, so that a new version
+    is not served old code. So does autocast's dtype, which torch 2.11's key lacks and which decides the dtype that the op is called in."""
     config = torch.compiler.config
-    tags = [config.cache_key_tag]
-    for device_type in sorted(_devices(graph)):
+    tags = [config.cache_key_tag, *sorted({node.meta[FINGERPRINT] for node in emitted})]
+    for device_type in sorted({value.device.type for value in map(value_of, emitted) if isinstance(value, torch.Tensor)}):
         autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else "no autocast"
         tags.append(f"fxfuse {device_type} {build_hash(device_type)} {autocast}")
     return config.patch(cache_key_tag=" ".join(tags))

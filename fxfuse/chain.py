@@ -9,16 +9,24 @@ Conditions, costs and replacements receive the matched calls by the names of the
         implementations=(Implementation(op="gelu_pool", takes=..., replace=..., cost=..., description="what it takes, for people"),),
         description="what the chain is, for people",
     )
+
+A chain that lies outside this package is written in the same way and added with `fxfuse.register` (see `fxfuse.registry`).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from . import words
 from .choose import Cost
+from .ops import NAMESPACE
+from .sources import hash_of_sources
+from .vocabulary import Vocabulary, Word
 
 if TYPE_CHECKING:
     from torch import fx
@@ -44,40 +52,70 @@ class Step:
 class Implementation:
     """One way to compute a chain.
 
-    op: the op's name in the `fxfuse` namespace, which the report shows.
+    op: the op's name as the report shows it: "namespace::name", or the name alone of an op of fxfuse's own, in the `fxfuse` namespace.
     takes: yields (holds, sentence); the first that does not hold is why this implementation is passed over.
-    replace: emits the replacement and returns the node whose value is the chain's result.
-    cost: bytes, kernels and operations of this implementation and of what Inductor would do instead.
+    replace: replace(emit, ...) emits the replacement with `emit(op, *args)` (see `fxfuse.Emitter`) and returns the node whose value is the
+    chain's result, of the same shape, dtype and device.
+    cost: the `Cost`: bytes, kernels and operations of this implementation and of what Inductor would do instead. Without one the
+    implementation is taken wherever it can be, under `fxfuse.select="auto"` too.
     description: what it takes, as `fxfuse passes` shows it.
     """
 
     op: str
     takes: Callable[..., Iterable[Condition]]
     replace: Callable[..., fx.Node]
-    cost: Callable[..., Cost]
+    cost: Callable[..., Cost] | None = None
     description: str = ""
+
+    @property
+    def qualified(self) -> str:
+        """The op's name with its namespace."""
+        return self.op if "::" in self.op else f"{NAMESPACE}::{self.op}"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the op is one of fxfuse's, whose kernels are in its library."""
+        return self.qualified.startswith(f"{NAMESPACE}::")
 
 
 @dataclass(frozen=True)
 class Chain:
     """A chain: `steps` in the order the value flows, the first being the anchor; conditions; implementations, best first.
 
-    dims: numbers of spatial dimensions of the anchor convolution that can start this chain at all.
+    dims: numbers of spatial dimensions of the anchor convolution that can start this chain at all; None: any, or no convolution.
     description: what the chain is, as `fxfuse passes` shows it.
+    words: what the steps accept beside the words that every chain knows (`fxfuse/words.py`). They hold for this chain alone.
+    version: raise it when what the op computes changes in files other than those of the chain's functions, as in a C++ library: compilation
+    caches know an op by its name, and this and the content of those files are what tells a new one from an old one.
     """
 
     name: str
     steps: tuple[Step, ...]
     requires: Callable[..., Iterable[Condition]]
     implementations: tuple[Implementation, ...]
-    dims: tuple[int, ...] = (1, 2, 3)
+    dims: tuple[int, ...] | None = None
     description: str = ""
+    words: tuple[Word, ...] = ()
+    version: str = ""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The words by which this chain reads a graph."""
+        return words.vocabulary(self.words)
 
     @property
     def over(self) -> str:
-        """The convolution's dimensions, for people: "over 1, 2 or 3 dims"."""
+        """The convolution's dimensions, for people: " over 1, 2 or 3 dims"; empty where they do not matter."""
+        if self.dims is None:
+            return ""
         *others, last = map(str, self.dims)
-        return f"over {', '.join(others)} or {last} dims" if others else f"over {last} dims"
+        return f" over {', '.join(others)} or {last} dims" if others else f" over {last} dims"
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What tells this chain from another version of it: a hash of `version` and of the files that its functions are written in."""
+        of_each = ((i.takes, i.replace, i.cost) for i in self.implementations)
+        return f"{self.name} {hash_of_sources((self.requires, *itertools.chain(*of_each)), self.version)}"
 
 
 def first_failure(conditions: Iterable[Condition]) -> str | None:
@@ -86,10 +124,17 @@ def first_failure(conditions: Iterable[Condition]) -> str | None:
 
 
 def chains() -> tuple[Chain, ...]:
-    """Every chain in `fxfuse.passes`, by file name."""
+    """Every chain, in the order in which they are looked for: registered ones, the latest first; then those of `fxfuse.passes` by file name."""
+    from .registry import registered
+
+    return (*registered(), *builtin_chains())
+
+
+def builtin_chains() -> tuple[Chain, ...]:
+    """The chains of `fxfuse.passes`."""
     return importlib.import_module("fxfuse.passes").CHAINS
 
 
 def chain_names() -> tuple[str, ...]:
-    """Names of all chains, as `fxfuse.passes` and the counters use them."""
+    """Names of all chains, as the option `fxfuse.passes` and the counters use them."""
     return tuple(chain.name for chain in chains())

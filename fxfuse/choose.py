@@ -45,11 +45,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """An implementation's op, what Inductor's kernels do behind the convolution instead, and that convolution."""
+    """An implementation's op, what Inductor's kernels do instead, and the convolution in front of them that is left to its library either
+    way, if the chain starts at one: `inductor` leaves it out, and so does `op` unless the op contains it (its `flops` say so)."""
 
     op: Work
     inductor: Work
-    convolution: Convolution
+    convolution: Convolution | None = None
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,10 @@ class Choice:
     inductor_us: float | None = None
 
 
-def decide(cost: Cost, rates: Rates | None, select: str) -> Choice:
-    """Whether an implementation of this cost is taken under `select` ("auto", "always" or "tail")."""
+def decide(cost: Cost | None, rates: Rates | None, select: str) -> Choice:
+    """Whether an implementation of this cost is taken under `select` ("auto", "always" or "tail"); one that states none is taken."""
+    if cost is None:
+        return Choice(True, "no cost given: taken wherever it can be" if select == "auto" else f'select="{select}"')
     if select == "tail" and cost.op.flops:
         return Choice(False, 'select="tail"')
     if select != "auto":
@@ -112,9 +115,9 @@ def _work(op: Work, rates: Rates) -> float:
     return op.flops / rate.flops + rate.start
 
 
-def _floor(convolution: Convolution, rates: Rates) -> float:
+def _floor(convolution: Convolution | None, rates: Rates) -> float:
     """Microseconds that no kernel of a library falls under; 0 where the device has no ceiling for the operand."""
-    if convolution.operand not in rates.ceilings:
+    if convolution is None or convolution.operand not in rates.ceilings:
         return 0.0
     floor = max(convolution.bytes / rates.bandwidth, convolution.flops / rates.ceilings[convolution.operand])
     return floor * (OVER_FLOOR if convolution.channels_in <= FEW_CHANNELS else 1.0) + rates.launch
@@ -125,10 +128,11 @@ def _by_bytes(cost: Cost) -> Choice:
         return Choice(False, "a fused convolution is not taken on a device that was not measured")
     saved = 1 - cost.op.bytes / max(cost.inductor.bytes, 1)
     taken = saved >= UNMEASURED_MARGIN
+    where = " after the convolution" if cost.convolution is not None else ""
     comparison = "at least" if taken else "less than"
     return Choice(
         taken,
-        f"not measured on this device: moves {cost.op.bytes:,} bytes after the convolution, Inductor {cost.inductor.bytes:,}; saves "
+        f"not measured on this device: moves {cost.op.bytes:,} bytes{where}, Inductor {cost.inductor.bytes:,}; saves "
         f"{saved:.0%}, {comparison} the {UNMEASURED_MARGIN:.0%} asked for",
     )
 

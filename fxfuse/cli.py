@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if arguments.command == "explain":
         return explain_command.main(arguments)
     if arguments.command == "passes":
-        return passes_command.main()
+        return passes_command.main(arguments)
     from .doctor import main as doctor_main
 
     return doctor_main(build=arguments.build)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from . import torch_private
+from . import registry, torch_private
 from .bench.timing import in_a_word, timed
+from .chain import chain_names
 from .measure import medians, relative_error, rounded_to_tf32, widened
 from .report import reports
 
@@ -28,7 +29,8 @@ Inputs = Callable[[], Sequence[torch.Tensor]]
 @dataclass(frozen=True)
 class Setting:
     """How the chain was compiled: fxfuse's and Inductor's options, whether gradients were on and TF32 allowed in cuDNN's convolutions, and
-    the autocast regions around it (device type, dtype, enabled)."""
+    the autocast regions around it (device type, dtype, enabled). chains: those from outside that were registered, and the module that each is
+    loaded from."""
 
     select: str = "auto"
     passes: Sequence[str] | None = None
@@ -37,6 +39,7 @@ class Setting:
     grad: bool = False
     tf32: bool = False
     autocast: Sequence[tuple[str, str | None, bool]] = ()
+    chains: Mapping[str, str] = field(default_factory=dict)
 
 
 def tensor(
@@ -54,6 +57,12 @@ def tensor(
 
 def compare(chain: Chain, inputs: Inputs, setting: Setting) -> int:
     """Prints the table and what fxfuse did. Returns 1, with a sentence on stderr, if fxfuse's result is wrong or could not be had."""
+    for module in dict.fromkeys(setting.chains.values()):
+        registry.load(module)
+    missing = [name for name in setting.chains if name not in chain_names()]
+    if missing:
+        print(f"{setting.chains[missing[0]]} does not hold the chain {missing[0]}, which was registered", file=sys.stderr)
+        return 1
     torch.backends.cudnn.conv.fp32_precision = "tf32" if setting.tf32 else "ieee"
     calls, device = _contenders(chain, setting), inputs()[0].device
     with torch.no_grad():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from . import torch_private
 from .chain import Condition
+from .values import value_of
 from .view import Call
 
 # What the kernels load and store; the arithmetic inside is fp32.
@@ -32,7 +33,13 @@ def kernel_dtypes(*calls: Call | None) -> Iterator[Condition]:
 def parameter_dtype(name: str, tensor: torch.Tensor | None, dtype: torch.dtype) -> Iterator[Condition]:
     """A bias or norm parameter, if given, is float32 or of the chain's dtype."""
     if tensor is not None:
-        yield tensor.dtype in (torch.float32, dtype), f"{name} is {tensor.dtype}; the kernels take it as torch.float32 or {dtype}"
+        taken = dict.fromkeys((torch.float32, dtype))
+        yield tensor.dtype in taken, f"{name} is {tensor.dtype}; the kernels take it as {' or '.join(map(str, taken))}"
+
+
+def are_sizes(entries: Sequence[object]) -> bool:
+    """Whether each entry is a size, constant or not; False where the graph holds several as one value."""
+    return all(isinstance(value_of(entry), (int, torch.SymInt)) for entry in entries)
 
 
 def same_shape(left: torch.Tensor, right: torch.Tensor) -> bool:

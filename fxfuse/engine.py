@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 from torch._dynamo.utils import counters
 
 from . import library
-from .chain import Chain, chains, first_failure
+from .chain import Chain, chains
+from .decide import Availability, Plan, Terms, decide, declined, unread
+from .guarded import PassError
 from .match import Match, Miss, find
 from .options import Options
-from .report import Declined, Fused, Report, location_of, text_of
+from .report import Declined, Report
 from .replacement import rewritten
-from .safety import refusal
 from .values import attribute_of, value_of
-from .view import GraphView, read
-from .weigh import Timer, Weighed, weigh
+from .view import GraphView, Views
+from .weigh import Timer
 
-# Whether the kernels for a device ("cpu", "cuda:0") can be used: None, or the sentence why not.
-Availability = Callable[[str], "str | None"]
+log = logging.getLogger(__name__)
 
 
 class NotFusedError(RuntimeError):
@@ -31,116 +32,114 @@ class NotFusedError(RuntimeError):
         self.report = report
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A match and what came of weighing its implementations: one of them was taken."""
-
-    match: Match
-    weighed: Weighed
-
-
 def fuse(
     graph: fx.Graph, options: Options, unavailable: Availability = library.unavailable, timer: Timer | None = None
 ) -> tuple[fx.Graph, Report]:
     """The graph with its chains fused, and what was done. With nothing to fuse, the very same graph object.
 
     graph: nodes carry fake tensors as `meta["example_value"]` or `meta["val"]`. timer: measures candidates instead of predicting them.
-    Raises NotFusedError under `options.strict` if a candidate is declined.
+    Each chain is looked for once, in the graph as it is given: what a replacement is made of is not looked at again.
+    Raises NotFusedError under `options.strict` if a candidate is declined whose nodes no other chain fuses, PassError if the reason is a mistake in its chain.
     """
-    report = Report(graphs=1)
-    view = GraphView(graph)
-    plans = plan(view, options, unavailable, timer, report)
-    decline_nested(graph, options, report)
-    if options.strict and report.declined:
+    report, terms = Report(graphs=1), Terms(options, unavailable, timer)
+    on = _chains_on(options)
+    plans = plan(graph, on, terms, report)
+    decline_nested(graph, on, options, report)
+    if options.strict and _left(report, plans):
         raise NotFusedError(report)
-    if not plans:
-        return graph, report
-    result = rewritten(graph, [(p.match, p.weighed.taken.replace) for p in plans])
-    report.fused += [_fused(p) for p in plans]
+    result, done = _rewritten(graph, plans, options, report)
+    report.fused += [p.fused() for p in done]
     return result, report
 
 
-def plan(view: GraphView, options: Options, unavailable: Availability, timer: Timer | None, report: Report) -> list[Plan]:
-    """Chooses for every candidate of every chain that is on; what is declined goes into the report. A node serves one plan at most."""
+def plan(graph: fx.Graph, on: Sequence[Chain], terms: Terms, report: Report) -> list[Plan]:
+    """Chooses for every candidate of every chain that is on; what is declined goes into the report. A node serves one plan at most: that of
+    the chain that comes first."""
     plans: list[Plan] = []
-    taken: set[fx.Node] = set()
-    for chain in _chains_on(options):
-        for found in find(view, chain):
-            decision = _decide(view, found, options, unavailable, timer, taken)
-            if isinstance(decision, Plan):
-                plans.append(decision)
-                taken |= decision.match.nodes
-            else:
-                report.declined.append(decision)
-    return sorted(plans, key=lambda p: view.order[p.match.anchor.node])
+    taken: dict[fx.Node, str] = {}
+    for view, found in _candidates(graph, on, terms.options, report):
+        decision = _decision(view, found, terms, taken)
+        if isinstance(decision, Plan):
+            plans.append(decision)
+            taken |= dict.fromkeys(decision.match.nodes, decision.match.chain.name)
+        else:
+            report.declined.append(decision)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    return sorted(plans, key=lambda p: order[p.match.anchor.node])
 
 
-def decline_nested(graph: fx.Graph, options: Options, report: Report, path: str = "") -> None:
+def decline_nested(graph: fx.Graph, on: Sequence[Chain], options: Options, report: Report, path: str = "") -> None:
     """Declines the candidates in the bodies of higher-order ops (checkpoint, cond): only the graph itself is rewritten."""
     bodies = {f"{path}{node.target}": attribute_of(node) for node in graph.nodes if node.op == "get_attr"}
     for name, body in bodies.items():
         if not isinstance(body, fx.GraphModule):
             continue
-        view = GraphView(body.graph)
-        for chain in _chains_on(options):
-            for found in find(view, chain):
-                call = found.call if isinstance(found, Miss) else found.anchor
-                declined = _declined(found, call.node, "it is in the body of a higher-order op (checkpoint, cond)")
-                report.declined.append(replace(declined, body=name))
-        decline_nested(body.graph, options, report, f"{name}.")
+        inner = Report()
+        for _, found in _candidates(body.graph, on, options, inner):
+            call = found.call if isinstance(found, Miss) else found.anchor
+            inner.declined.append(declined(found, call.node, "it is in the body of a higher-order op (checkpoint, cond)"))
+        report.declined += [replace(record, body=name) for record in inner.declined]
+        decline_nested(body.graph, on, options, report, f"{name}.")
 
 
 def count(report: Report) -> None:
     """Adds a compiled graph's report to Dynamo's counters."""
-    for fused in report.fused:
-        counters["fxfuse"][fused.chain] += 1
-    for declined in report.declined:
-        counters["fxfuse_declined"][declined.chain] += 1
+    for record in report.fused:
+        counters["fxfuse"][record.chain] += 1
+    for record in report.declined:
+        counters["fxfuse_declined"][record.chain] += 1
+
+
+def needs_values(graph: fx.Graph) -> bool:
+    """Whether any op that a chain could hold lacks an example value, so that shapes must be propagated before `fuse`."""
+    vocabularies = {chain.vocabulary for chain in chains()}
+    return any(value_of(node) is None and any(vocabulary.read(node) for vocabulary in vocabularies) for node in graph.nodes)
 
 
 def _chains_on(options: Options) -> list[Chain]:
     return [chain for chain in chains() if options.passes is None or chain.name in options.passes]
 
 
-def _decide(
-    view: GraphView, found: Match | Miss, options: Options, unavailable: Availability, timer: Timer | None, taken: set[fx.Node]
-) -> Plan | Declined:
-    if isinstance(found, Miss):
-        return _declined(found, found.call.node, found.reason)
-    overlap = next((node for node in found.nodes if node in taken), None)
-    if overlap is not None:
-        return _declined(found, overlap, f"{overlap.name} already belongs to another fused chain")
-    unsafe = refusal(view, found)
-    if unsafe is not None:
-        return _declined(found, *unsafe)
-    reason = first_failure(found.chain.requires(**found.calls))
-    if reason is not None:
-        return _declined(found, found.anchor.node, reason)
-    if options.select == "never":
-        return _declined(found, found.anchor.node, 'fxfuse.select is "never"')
-    missing = unavailable(str(found.anchor.value.device))
-    if missing is not None:
-        return _declined(found, found.anchor.node, missing)
-    weighed = weigh(found, options, timer)
-    if weighed.taken is None:
-        return replace(_declined(found, found.anchor.node, weighed.why), candidates=weighed.candidates)
-    return Plan(found, weighed)
+def _candidates(graph: fx.Graph, on: Sequence[Chain], options: Options, report: Report) -> Iterator[tuple[GraphView, Match | Miss]]:
+    """Every candidate of every chain, with the chain's view of the graph; a chain that cannot read the graph is declined."""
+    views = Views(graph)
+    for chain in on:
+        try:
+            view = views.of(chain)
+        except PassError as error:
+            report.declined.append(_mistaken(error, unread(chain, error), options))
+            continue
+        for found in find(view, chain):
+            yield view, found
 
 
-def _declined(found: Match | Miss, node: fx.Node, reason: str) -> Declined:
-    reached = found.reached if isinstance(found, Miss) else list(found.calls)[-1]
-    nodes = tuple(inner.name for inner in found.in_order)
-    return Declined(found.chain.name, reached, node.name, reason, location_of(node), nodes)
+def _decision(view: GraphView, found: Match | Miss, terms: Terms, taken: Mapping[fx.Node, str]) -> Plan | Declined:
+    try:
+        return decide(view, found, terms, taken)
+    except PassError as error:
+        return _mistaken(error, declined(found, found.anchor.node, str(error)), terms.options)
 
 
-def _fused(plan: Plan) -> Fused:
-    match, weighed = plan.match, plan.weighed
-    values = (match.anchor.tensor("input"), match.anchor.value, match.last.value)
-    shapes = " -> ".join(text_of(value.shape) for value in values)
-    names = tuple(node.name for node in match.in_order)
-    return Fused(match.chain.name, weighed.taken.op, names, shapes, weighed.why, location_of(match.anchor.node), weighed.candidates)
+def _left(report: Report, plans: list[Plan]) -> list[Declined]:
+    """The declined candidates that really stay as they are: the nodes of others are all fused, as another chain."""
+    fused = {node.name for p in plans for node in p.match.in_order}
+    return [record for record in report.declined if record.body or not fused.issuperset(record.nodes)]
 
 
-def needs_values(graph: fx.Graph) -> bool:
-    """Whether any op that a chain could hold lacks an example value, so that shapes must be propagated before `fuse`."""
-    return any(value_of(node) is None for node in graph.nodes if read(node) is not None)
+def _rewritten(graph: fx.Graph, plans: list[Plan], options: Options, report: Report) -> tuple[fx.Graph, list[Plan]]:
+    """The rewritten graph and the plans that it came of: one whose replacement is no good is declined, and the others are made anew."""
+    while plans:
+        try:
+            return rewritten(graph, [(p.match, p.weighed.taken.replace) for p in plans]), plans
+        except PassError as error:
+            report.declined.append(_mistaken(error, declined(error.match, error.match.anchor.node, str(error)), options))
+            plans = [p for p in plans if p.match is not error.match]
+    return graph, plans
+
+
+def _mistaken(error: PassError, record: Declined, options: Options) -> Declined:
+    """The record of a candidate that a mistake in its chain left alone; it is raised under `fxfuse.strict`."""
+    if options.strict:
+        raise error
+    log.error("fxfuse: %s", error, exc_info=error.__cause__)
+    return record

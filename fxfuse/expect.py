@@ -66,7 +66,7 @@ def _absent(report: Report, chain: Chain, some: bool, options: Options) -> str:
     until = next((i for i, step in enumerate(following) if not step.optional), 0)
     words = [word for step in following[: until + 1] for word in step.words]
     anchor = " or ".join(chain.steps[0].words)
-    return f"no {'other ' if some else ''}{anchor} {chain.over} is followed by {' or '.join(words)}"
+    return f"no {'other ' if some else ''}{anchor}{chain.over} is followed by {' or '.join(words)}"
 
 
 def _times(number: int) -> str:

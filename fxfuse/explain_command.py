@@ -15,7 +15,7 @@ from .options import SELECT
 DESCRIPTION = """Shows what torch.compile(model, backend="fxfuse") would fuse in a model, and why not the rest, without running a kernel.
 
   module.py:factory        factory() returns (model, tuple of example inputs)
-  package.module:factory   the same, from a module that can be imported
+  package.module:factory   the same, from a module that can be imported; chains that it registers are looked for too
 
 Prints the report: a table of the chains that are fused (op, shapes, line of your code, why this op) and one of those that are not (how far
 the match got, where, a sentence that says why and what to do); then a sentence for each --expect that does not hold. --html writes a page that
@@ -59,6 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     from .chain import chain_names
     from .options import split
 
+    make = factory.find(arguments.target)  # its module may register chains, which options and expectations may name
     given = {"fxfuse.select": arguments.select, "fxfuse.passes": arguments.passes}
     # An option that is not given leaves the variable in force.
     options, _ = split({name: value for name, value in given.items() if value is not None}, chain_names())
@@ -67,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
         expect.check(expected)
     except ValueError as error:
         raise CommandError(f"--expect: {error}") from error
-    model, inputs = factory.build(arguments.target)
+    model, inputs = factory.made(arguments.target, make)
     drawn: list[Any] = []
     report = _explained(arguments, model, inputs, options, drawn)
     print(report)

@@ -19,7 +19,11 @@ from .command import CommandError, in_a_word
 
 def build(target: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """The model and its example inputs, made under `torch.no_grad()`; raises CommandError with the sentence why there are none."""
-    factory = _factory(target)
+    return made(target, find(target))
+
+
+def made(target: str, factory: Callable[[], Any]) -> tuple[nn.Module, tuple[Any, ...]]:
+    """What the factory that `find` found makes, under `torch.no_grad()`; raises CommandError where it is not a model and its inputs."""
     try:
         with torch.no_grad():
             result = factory()
@@ -45,22 +49,28 @@ def _described(result: Any) -> str:
     return f"({names})" if isinstance(result, tuple) else names
 
 
-def _factory(target: str) -> Callable[[], Any]:
+def find(target: str) -> Callable[[], Any]:
+    """The factory, its module imported; raises CommandError with the sentence why there is none."""
     source, _, name = target.rpartition(":")
     if not source or not name:
         raise CommandError(f"{target!r} is neither module.py:factory nor package.module:factory")
-    try:
-        module = _from_file(Path(source)) if source.endswith(".py") else _by_name(source)
-    except CommandError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise CommandError(f"importing {source} raises {in_a_word(error)}") from error
+    module = module_of(source)
     if not hasattr(module, name):
         raise CommandError(f"{source} has no attribute {name!r}")
     factory = getattr(module, name)
     if not callable(factory):
         raise CommandError(f"{target} is {type(factory).__name__} {factory!r}, which cannot be called; give a function")
     return factory
+
+
+def module_of(source: str) -> ModuleType:
+    """The module `module.py` or `package.module`, imported; raises CommandError where that fails."""
+    try:
+        return _from_file(Path(source)) if source.endswith(".py") else _by_name(source)
+    except CommandError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise CommandError(f"importing {source} raises {in_a_word(error)}") from error
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -183,28 +183,28 @@ def _prebuilt(folder: Path, kind: str, source: str, csrc: Path, torch: Torch) ->
     path = folder / library_name(kind)
     try:
         record = json.loads(record_path(folder, kind).read_text())
-        mismatch = _mismatch(record, csrc, torch)
+        mismatch = _mismatch(path, record, csrc, torch)
         library = Library(path, kind, source, tuple(record["architectures"]), record["key"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BuildError(f"{path} has no record beside it that can be read ({error!r})", _MEND[source]) from error
     if mismatch:
-        raise BuildError(f"{path} {mismatch}", _MEND[source])
+        raise BuildError(mismatch, _MEND[source])
     return library
 
 
-def _mismatch(record: Mapping[str, Any], csrc: Path, torch: Torch) -> str | None:
+def _mismatch(path: Path, record: Mapping[str, Any], csrc: Path, torch: Torch) -> str | None:
     kind, cuda = record["kind"], record["cuda"]
     if record["machine"] != platform.machine():
-        return f"is for {record['machine']} and this machine is {platform.machine()}"
+        return f"{path} is for {record['machine']} and this machine is {platform.machine()}"
     if tuple(record["oldest_torch"]) > torch.release:
-        return f"needs torch {'.'.join(map(str, record['oldest_torch']))} and {torch.version} is installed"
+        return f"{path} needs torch {'.'.join(map(str, record['oldest_torch']))} and {torch.version} is installed"
     if record["sources"] != source_hash(kind, csrc):
-        return "was built from other kernel sources than those of this fxfuse"
+        return f"{path} was built from other kernel sources than those of this fxfuse"
     if kind == "cuda" and cuda != cuda_major(torch.cuda):
-        return f"is for CUDA {cuda} and torch is built {f'for CUDA {torch.cuda}' if torch.cuda else 'without CUDA'}"
+        return f"{path} is for CUDA {cuda} and torch is built {f'for CUDA {torch.cuda}' if torch.cuda else 'without CUDA'}"
     missing = [name for name in (gpu_architectures() if kind == "cuda" else ()) if not covers(record["architectures"], name)]
     if missing:
-        return f"is for {', '.join(record['architectures'])} and has no code for {', '.join(missing)}"
+        return f"{path} is for {', '.join(record['architectures'])} and has no code for {', '.join(missing)}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Finding chains: from each anchor convolution, follow the value from reader to reader for as long as the chain's steps go on."""
+"""Finding chains: from each anchor, follow the value from reader to reader for as long as the chain's steps go on."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ class Match:
         return self.present[-1]
 
     @property
+    def subject(self) -> str:
+        """How a sentence names the anchor."""
+        return "the convolution" if self.anchor.word == "conv" else f"the {self.anchor.word}"
+
+    @property
     def in_order(self) -> tuple[fx.Node, ...]:
         """The nodes in chain order."""
         return tuple(node for call in self.present for node in call.nodes)
@@ -54,8 +59,8 @@ class Miss:
 
 def find(view: GraphView, chain: Chain) -> Iterator[Match | Miss]:
     """Every candidate of the chain, in graph order; an anchor that no step follows is not a candidate."""
-    for anchor in view.anchors(chain.steps[0].words[0]):
-        if anchor.dims in chain.dims:
+    for anchor in view.anchors(chain.steps[0].words):
+        if chain.dims is None or anchor.args.get("dims") in chain.dims:
             found = _follow(view, chain, anchor)
             if found is not None:
                 yield found

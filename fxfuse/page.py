@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .replacement import STANDS_FOR
+from .emitter import STANDS_FOR
 from .report import location_of, stack_of
 from .values import attribute_of, value_of
 

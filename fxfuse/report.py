@@ -15,6 +15,8 @@ from torch import fx
 from . import listeners, torch_private
 
 KEPT_REPORTS = 64
+# What to change, for every sentence.
+WHY_NOT = os.path.join(os.path.dirname(__file__), "why_not.md")
 TORCH = os.path.dirname(torch.__file__) + os.sep
 # What `explain` wraps around a model.
 WRAPPERS = (f"{TORCH}nn/utils/stateless.py", f"{TORCH}_functorch/functional_call.py", os.path.join(os.path.dirname(__file__), "api.py"))
@@ -22,7 +24,8 @@ WRAPPERS = (f"{TORCH}nn/utils/stateless.py", f"{TORCH}_functorch/functional_call
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a chain: an op of fxfuse's, or "inductor" where it was timed; its predicted or measured time, or why it cannot be.
+    """One way to compute a chain: an op (with its namespace if that is not fxfuse's), or "inductor" where it was timed; its predicted or measured
+    time, or why it cannot be.
 
     us, inductor_us: its microseconds, and those of Inductor instead (predicted: at least); None where there is no figure.
     measured: they were timed, not predicted. kernel: "fused" with the convolution inside, "tail" behind it, "" where it cannot be or is Inductor's.
@@ -40,9 +43,9 @@ class Candidate:
 class Fused:
     """A chain that was replaced.
 
-    shapes: "input -> convolution output -> result", each as [N, C, ...]; symbolic sizes by name.
+    shapes: "input -> convolution output -> result" (of another anchor its output), each as [N, C, ...]; symbolic sizes by name.
     choice: why this implementation was taken. candidates: every way that was weighed, this one included.
-    location: file:line of the convolution in the user's code. graph: number of its graph within the report.
+    location: file:line of the anchor in the user's code. graph: number of its graph within the report.
     """
 
     chain: str
@@ -103,7 +106,7 @@ class Report:
         if self.fused:
             parts.append(fused_table(self.fused))
         if self.declined:
-            parts.append(declined_table(self.declined))
+            parts.append(f"{declined_table(self.declined)}\nwhat to change, sentence by sentence: {short(WHY_NOT)}")
         if self.stopped:
             parts.append(f"stopped: {self.stopped}")
         return "\n\n".join(parts)

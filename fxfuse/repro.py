@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import precision, torch_private
+from . import precision, registry, torch_private
 from .cut import cut_out, inputs_of
 from .document import Repro
 from .options import Options
@@ -82,6 +82,9 @@ def script(graph: fx.Graph, record: Fused | Declined, options: Options, inductor
     cut = cut_out(nodes, example_sizes=True)
     if isinstance(cut, str):
         return "", cut
+    unknown = next((chain.name for chain in registry.registered() if registry.source_of(chain) is None), None)
+    if unknown is not None:
+        return "", f"the chain {unknown} is written in no file that a script could load"
     if not all(torch_private.is_plain(value) and value.layout is torch.strided for value in inputs_of(cut)):
         return "", "an input is not a plain dense tensor"
     fields = {
@@ -121,6 +124,7 @@ def _setting(anchor: fx.Node, options: Options, inductor: Mapping[str, Any]) -> 
         "inductor": known,
         "grad": now.grad,
         "tf32": now.tf32,
+        "chains": {chain.name: registry.source_of(chain) for chain in registry.registered()},
         "autocast": [(type, _short(dtype), True) for type, dtype in now.autocast.items()] + list(_regions(anchor)),
     }
 

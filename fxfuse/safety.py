@@ -47,6 +47,9 @@ def unknown_values(view: GraphView, match: Match) -> Iterator[Refusal]:
     """Conditions need the shape and dtype of every value; subclasses (DTensor, quantised, sparse) are not what the kernels read."""
     values = [(call.node, f"the result of {call.word}", call.value) for call in match.present]
     anchor = match.anchor.node
+    for call in match.present:
+        if call.value is not None and not isinstance(call.value, torch.Tensor):
+            yield call.node, f"the result of {call.word} is a {type(call.value).__name__}, of which the first entry is not read"
     values += [(anchor, name_of(argument), value_of(argument)) for argument in external_inputs(match)]
     for node, what, value in values:
         if value is None:
@@ -85,13 +88,20 @@ def inner_operands(view: GraphView, match: Match) -> Iterator[Refusal]:
 
 
 def foreign_writes(view: GraphView, match: Match) -> Iterator[Refusal]:
-    """An in-place step may write to the chain's own value, not to its other operand (`w += y`)."""
+    """An in-place step may write to the chain's own value, not to its other operand (`w += y`), of which that value may be a view too."""
     inner = match.nodes
+    outside = {view.storage_of(argument): name_of(argument) for argument in external_inputs(match)}
     for call in match.present:
         for target in written(call.node):
             # A module's own buffers are its business; only what the chain reads matters, and writes_between sees to that.
             if isinstance(target, fx.Node) and target not in inner:
-                yield call.node, f"the in-place {call.word} writes to {target.name}, which is not the convolution's result"
+                yield call.node, f"the in-place {call.word} writes to {target.name}, which is not {match.subject}'s result"
+            storage = view.storage_of(target)
+            if storage is not None and storage in outside:
+                yield call.node, f"the in-place {call.word} writes to {outside[storage]} through a view of it; use the form without underscore"
+    storage = view.storage_of(match.last.result)
+    if storage is not None and storage in outside:
+        yield match.last.node, f"the chain's result is a view of {outside[storage]}; a fused result would be a tensor of its own"
 
 
 def writes_between(view: GraphView, match: Match) -> Iterator[Refusal]:
@@ -101,7 +111,7 @@ def writes_between(view: GraphView, match: Match) -> Iterator[Refusal]:
         writer = view.write_between(argument, first, last)
         if writer is not None and writer not in match.nodes:
             yield writer, (
-                f"{describe(view, writer)} may write to {name_of(argument)} between the convolution and {match.last.word}"
+                f"{describe(view, writer)} may write to {name_of(argument)} between {match.subject} and {match.last.word}"
                 f"{_at(writer)}; move the write before or after the chain"
             )
 
@@ -113,7 +123,7 @@ def state_changes(view: GraphView, match: Match) -> Iterator[Refusal]:
     index = bisect_right(view.state_changes, first)
     if index < len(view.state_changes) and view.state_changes[index] < last:
         node = view.nodes[view.state_changes[index]]
-        yield node, f"{describe(view, node)} changes how ops run between the convolution and {match.last.word}{_at(node)}"
+        yield node, f"{describe(view, node)} changes how ops run between {match.subject} and {match.last.word}{_at(node)}"
     if view.transform_depth[bisect_right(view.state_changes, first)]:
         yield match.anchor.node, "the chain is inside a torch.func transform (vmap, grad, jvp), for which the fused ops have no rules"
 
@@ -126,7 +136,7 @@ def devices(view: GraphView, match: Match) -> Iterator[Refusal]:
     for argument in external_inputs(match):
         value = value_of(argument)
         if isinstance(value, torch.Tensor) and value.device != device and (value.dim() > 0 or value.device.type != "cpu"):
-            yield match.anchor.node, f"{name_of(argument)} is on {value.device}, the convolution on {device}"
+            yield match.anchor.node, f"{name_of(argument)} is on {value.device}, {match.subject} on {device}"
 
 
 def gradients(view: GraphView, match: Match) -> Iterator[Refusal]:

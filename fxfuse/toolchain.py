@@ -109,8 +109,10 @@ def find_nvcc(env: Mapping[str, str] = os.environ, torch_cuda: str | None = None
         if release and wanted in (None, cuda_major(release[1])):
             return Compiler(path, f"nvcc {release[2]}", release[1])
         refused.append(f"{path} is of CUDA {release[1]}" if release else f"{path} is no nvcc")
-    needed = f"no nvcc for CUDA {wanted} was found, which torch is built for" if wanted else "nvcc was not found"
-    raise BuildError(f"{needed} ({'; '.join(refused)})" if refused else needed, nvcc_advice(wanted))
+    tried = f" ({'; '.join(refused)})" if refused else ""
+    raise BuildError(
+        f"no nvcc for CUDA {wanted} was found, which torch is built for{tried}" if wanted else f"nvcc was not found{tried}", nvcc_advice(wanted)
+    )
 
 
 def nvcc_advice(wanted: str | None) -> str:

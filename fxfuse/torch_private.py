@@ -264,6 +264,11 @@ def compile_id() -> str | None:
     return None if current is None else str(current)
 
 
+def overload_of(target: Any) -> Any:
+    """The op that `torch.library.custom_op` or `triton_op` made, which hold no public link to it; any other target as it is."""
+    return target._opoverload if isinstance(target, torch._library.custom_ops.CustomOpDef) else target
+
+
 def is_state(node: fx.Node) -> bool:
     """Whether a node stands for a parameter or buffer: Dynamo makes them placeholders, and marks those that keep their place in memory."""
     value = node.meta.get("example_value", node.meta.get("val"))

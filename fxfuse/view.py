@@ -9,22 +9,23 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from . import torch_private, vocabulary
+from . import torch_private, words
+from .guarded import Guarded, PassError
+from .states import changes_state, transform_step
 from .values import ModuleParameter, attribute_of, value_of
+from .vocabulary import Args, Spelling, Vocabulary, Word
 from .writes import reshapes, written
 
 
-STATE_CHANGES = frozenset(
-    "_enter_autocast _exit_autocast _set_grad_enabled _enter_inference_mode _exit_inference_mode set_default_dtype set_stream "
-    "_exchange_device _maybe_exchange_device set_device _set_deterministic_algorithms".split()
-)
+if TYPE_CHECKING:
+    from .chain import Chain
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,9 @@ class Call:
     """One op of the graph read as a word: `node` reads the arguments, `result` is the node whose value the word produces.
 
     The two differ only for ops that return a tuple (`native_layer_norm` and its getitem). Arguments are reached as attributes by the
-    word's argument names; tensors among them are nodes (or `ModuleParameter`s). `by` is the argument by which the chain flows in.
+    word's argument names (one that is called like an attribute here, as `value`, in `args`); tensors among them are nodes (or
+    `ModuleParameter`s). `by` is the argument by which the chain flows in; of a
+    chain's first call, the first by which it could.
     """
 
     word: str
@@ -61,37 +64,31 @@ class Call:
         return value_of(argument) if isinstance(argument, (fx.Node, ModuleParameter)) else None
 
 
-def read(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
-    """The word that `node` spells and its arguments, or None."""
-    if node.op == "call_module":
-        return _read_module(node)
-    spelling = None
-    if node.op == "call_function":
-        spelling = vocabulary.functions().get(node.target)
-    elif node.op == "call_method":
-        spelling = vocabulary.methods().get(node.target)
-    return None if spelling is None else spelling.read(node.args, node.kwargs)
+class Views:
+    """A graph as each chain reads it: one view for all chains of the same words, made when it is first asked for."""
 
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._views: dict[Vocabulary, GraphView] = {}
 
-def _read_module(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
-    module = node.graph.owning_module.get_submodule(node.target)
-    row = vocabulary.MODULES.get(type(module))
-    if row is None or getattr(module, "padding_mode", "zeros") != "zeros" or torch_private.has_hooks(module):
-        return None
-    function, names = row
-    given = {name: getattr(module, name) for name in names}
-    given = {n: ModuleParameter(f"{node.target}.{n}", v) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
-    return vocabulary.functions()[function].read(node.args, {**given, **node.kwargs})
+    def of(self, chain: Chain) -> GraphView:
+        """The view of a chain. Raises PassError for a mistake in its words."""
+        if chain.vocabulary not in self._views:
+            self._views[chain.vocabulary] = GraphView(self._graph, chain)
+        return self._views[chain.vocabulary]
 
 
 class GraphView:
     """Words, order, readers and writes of one graph; built in one pass, linear in its size.
 
+    chain: whose words nodes are read as; by default the words that every chain knows. Raises PassError for a mistake in the chain's own.
     calls: the word a node spells, by the node that reads its arguments.
     readers: the nodes that read a value, by the node that wrote it last, in graph order.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, chain: Chain | None = None) -> None:
+        self._vocabulary = chain.vocabulary if chain is not None else words.vocabulary()
+        self._reader = chain.name if chain is not None else ""
         self.nodes = list(graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.calls: dict[fx.Node, Call] = {}
@@ -110,9 +107,9 @@ class GraphView:
         for node in self.nodes:
             self._visit(node)
 
-    def anchors(self, word: str) -> Iterator[Call]:
-        """Every call of `word`, in graph order."""
-        return (call for call in self.calls.values() if call.word == word)
+    def anchors(self, accepted: Container[str]) -> Iterator[Call]:
+        """Every call of an accepted word, in graph order."""
+        return (call for call in self.calls.values() if call.word in accepted)
 
     def flows(self, value: fx.Node, reader: fx.Node) -> Call | None:
         """`reader` as a word into which `value` flows, with `by` set to the argument it flows in by; None for any other reader."""
@@ -120,7 +117,7 @@ class GraphView:
         if call is None:
             return None
         owner = self._object.get(value, value)
-        arguments = ((name, call.args.get(name)) for name in vocabulary.through(call.word))
+        arguments = ((name, call.args.get(name)) for name in self._vocabulary.words[call.word].through)
         by = next((name for name, given in arguments if isinstance(given, fx.Node) and self._object.get(given, given) is owner), None)
         return None if by is None else replace(call, by=by)
 
@@ -143,13 +140,15 @@ class GraphView:
             self._note_parameter(node)
         if changes_state(node):
             self.state_changes.append(self.order[node])
-            self.transform_depth.append(self.transform_depth[-1] + _transform_step(node))
+            self.transform_depth.append(self.transform_depth[-1] + transform_step(node))
         for source in node.all_input_nodes:
             owner = self._object.get(source, source)
             self.readers[self._latest.get(owner, source)].append(node)
-        spelled = read(node)
+        spelled = self._vocabulary.read(node)
         if spelled is not None:
-            self.calls[node] = Call(spelled[0], node, _result(node), fx.map_arg(spelled[1], _constant_or_node))
+            word, spelling, bound = spelled
+            args = self._adapted(node, word, spelling, bound)
+            self.calls[node] = Call(word.name, node, _result(node, spelling), fx.map_arg(args, _constant_or_node), _flows_in(word, args))
         if reshapes(node) and isinstance(node.args[0], fx.Node):
             self.reshaped[node.args[0]] = node
         for target in written(node):
@@ -157,6 +156,17 @@ class GraphView:
             if spelled is not None and node.args and node.args[0] is target:
                 self._object[node] = self._object.get(target, target)
                 self._latest[self._object[node]] = node
+
+    def _adapted(self, node: fx.Node, word: Word, spelling: Spelling, bound: Args) -> Args:
+        adapt, expected = Guarded(self._reader, f"adapt of {word.name}", spelling.adapt), "it should turn a dict of arguments into another"
+        try:
+            args = adapt(expected, bound)
+            if not isinstance(args, dict):
+                raise adapt.mistake(f"returns {args!r}", expected)
+        except PassError as error:
+            error.node = node
+            raise
+        return args
 
     def _note_parameter(self, node: fx.Node) -> None:
         fake, real = (torch_private.storage_of(value) for value in (value_of(node), attribute_of(node)))
@@ -170,21 +180,10 @@ def _constant_or_node(node: fx.Node) -> Any:
     return node if constant is None else constant
 
 
-def changes_state(node: fx.Node) -> bool:
-    """Whether a node changes how later ops run: autocast, grad mode, default dtype, streams, devices, torch.func transforms."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace == "streams"
-    name = getattr(node.target, "__name__", "")
-    return name in STATE_CHANGES or bool(_transform_step(node))
-
-
-def _transform_step(node: fx.Node) -> int:
-    name = getattr(node.target, "__name__", "")
-    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
-
-
-def _result(node: fx.Node) -> fx.Node:
-    if node.target not in (torch.ops.aten.native_layer_norm.default, torch.native_layer_norm):
-        return node
-    firsts = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
+def _result(node: fx.Node, spelling: Spelling) -> fx.Node:
+    firsts = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0] if spelling.returns_tuple() else []
     return firsts[0] if firsts else node
+
+
+def _flows_in(word: Word, args: Mapping[str, Any]) -> str:
+    return next((name for name in word.through if isinstance(args.get(name), (fx.Node, ModuleParameter))), word.through[0])

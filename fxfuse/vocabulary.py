@@ -1,54 +1,124 @@
 """The vocabulary: every spelling of the ops that chains are made of, read as one canonical form.
 
 `torch.conv2d`, `nn.Conv2d`, `aten.conv2d.default`, `aten.conv2d.padding` and `aten.convolution.default` all become the word `conv` with the
-same argument names, so that a chain is written once. A spelling is a row of a table: the word, the aten schema that names and
-orders its arguments, and a function that turns the bound arguments into the word's.
+same argument names, so that a chain is written once. `words.py` holds the words that every chain knows; a chain adds its own, in the same way:
+
+    RELU = Word(
+        "relu",
+        Spelling(aten.relu.default, F.relu, torch.relu, methods=("relu",), modules={nn.ReLU: ("inplace",)}, also={"inplace": (False, True)}),
+        Spelling(aten.relu_.default, torch.relu_, methods=("relu_",)),
+    )
 """
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
-from .values import value_of
+from . import torch_private
+from .values import ModuleParameter, value_of
 
 Args = dict[str, Any]
-aten = torch.ops.aten
+NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
 class Spelling:
-    """One way to write a word: `schema` binds the arguments, `adapt` brings them to the word's argument names."""
+    """One way to write a word: an aten overload, whose schema names and orders the arguments, and whatever else takes the same ones.
 
-    word: str
-    schema: torch._C.FunctionSchema
-    adapt: Callable[[Args], Args]
+    overload: the op, as `torch.ops.aten.relu.default`; of one that returns a tuple, the word's value is the first entry.
+    targets: functions that graphs call instead, as `torch.relu` and `F.relu`. methods: names of Tensor methods.
+    modules: nn modules, by exact type (a subclass may compute something else), and which of their attributes are passed by keyword.
+    adapt: turns the arguments by the schema's names into the word's, a dict too, where spellings differ.
+    also: arguments that the targets take beyond the schema's, each with the values with which the call still is this word.
+    """
 
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Args] | None:
-        """The word and its arguments, or None where the call does not fit the schema (an `out=` form, say)."""
-        bound = bind(self.schema, args, kwargs)
-        return None if bound is None else (self.word, self.adapt(bound))
+    def __init__(
+        self,
+        overload: torch._ops.OpOverload,
+        *targets: Callable[..., Any],
+        methods: Sequence[str] = (),
+        modules: Mapping[type[nn.Module], Sequence[str]] = NONE,
+        adapt: Callable[[Args], Args] = dict,
+        also: Mapping[str, Sequence[Any]] = NONE,
+    ) -> None:
+        self.overload, self.targets, self.methods, self.modules, self.adapt, self.also = overload, targets, methods, modules, adapt, also
+
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Args | None:
+        """The arguments by the schema's names, or None where the call does not fit (an `out=` form, say)."""
+        bound = bind(self.overload._schema, args, kwargs, tuple(self.also))
+        if bound is None or any(bound.pop(name, values[0]) not in values for name, values in self.also.items()):
+            return None
+        return bound
+
+    def returns_tuple(self) -> bool:
+        """Whether the word's value is the first entry of what the op returns."""
+        return len(self.overload._schema.returns) > 1
 
 
-# By which arguments a value can flow through a word; the first one for every word not listed.
-THROUGH: Mapping[str, tuple[str, ...]] = {"add": ("self", "other")}
-FIRST: Mapping[str, str] = {"conv": "input", "layer_norm": "input"}
+class Word:
+    """A word: its name, every spelling, and the arguments by which a value can flow through it along a chain."""
+
+    def __init__(self, name: str, *spellings: Spelling, through: Sequence[str] = ("self",)) -> None:
+        self.name, self.spellings, self.through = name, spellings, tuple(through)
 
 
-def through(word: str) -> tuple[str, ...]:
-    """Names of the arguments by which a value can flow along a chain through `word`."""
-    return THROUGH.get(word, (FIRST.get(word, "self"),))
+class Vocabulary:
+    """Words, looked up by the node that spells them. Raises ValueError where two of them are contradictory: one name, or one spelling of both.
+
+    words: by name. functions: the word and its spelling by call target (Python functions, operators and aten overloads); likewise methods, by
+    name, and modules, by type.
+    """
+
+    def __init__(self, words: Iterable[Word]) -> None:
+        self.words: dict[str, Word] = {}
+        self.functions: dict[Any, tuple[Word, Spelling]] = {}
+        self.methods: dict[str, tuple[Word, Spelling]] = {}
+        self.modules: dict[type[nn.Module], tuple[Word, Spelling]] = {}
+        for word in words:
+            if word.name in self.words:
+                raise ValueError(f"there is a word {word.name!r} already; take another name")
+            self.words[word.name] = word
+            for spelling in word.spellings:
+                self._add(word, spelling)
+
+    def read(self, node: fx.Node) -> tuple[Word, Spelling, Args] | None:
+        """The word that `node` spells, the spelling and the arguments by its schema's names, or None."""
+        found, kwargs = self._spelling(node)
+        args = None if found is None else found[1].bound(node.args, kwargs)
+        return None if args is None else (*found, args)
+
+    def _spelling(self, node: fx.Node) -> tuple[tuple[Word, Spelling] | None, Mapping[str, Any]]:
+        if node.op == "call_function":
+            return self.functions.get(node.target), node.kwargs
+        if node.op == "call_method":
+            return self.methods.get(node.target), node.kwargs
+        if node.op != "call_module":
+            return None, node.kwargs
+        module = node.graph.owning_module.get_submodule(node.target)
+        found = self.modules.get(type(module))
+        if found is None or getattr(module, "padding_mode", "zeros") != "zeros" or torch_private.has_hooks(module):
+            return None, node.kwargs
+        given = {name: getattr(module, name) for name in found[1].modules[type(module)]}
+        given = {n: ModuleParameter(f"{node.target}.{n}", v) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+        return found, {**given, **node.kwargs}
+
+    def _add(self, word: Word, spelling: Spelling) -> None:
+        targets = (spelling.overload, *spelling.targets)
+        for table, keys in ((self.functions, targets), (self.methods, spelling.methods), (self.modules, spelling.modules)):
+            for key in keys:
+                if key in table:
+                    raise ValueError(f"{getattr(key, '__name__', key)} is read as the word {table[key][0].name!r} already; leave it out of {word.name!r}")
+                table[key] = (word, spelling)
+        self.functions.setdefault(spelling.overload.overloadpacket, (word, spelling))
 
 
 def expand(value: Any, dims: int) -> Any:
     """An int or a one-element sequence as a tuple of `dims` entries; strings and full tuples as they are."""
+    value = _entries(value)
     if isinstance(value, str):
         return value
     if not isinstance(value, (tuple, list)):
@@ -56,132 +126,23 @@ def expand(value: Any, dims: int) -> Any:
     return tuple(value) * dims if len(value) == 1 else tuple(value)
 
 
-def _conv(args: Args, *, dims: int, transposed: bool = False) -> Args:
-    geometry = ("stride", "padding", "dilation", "output_padding")
-    args = {"transposed": transposed, "output_padding": 0, **args, "dims": dims}
-    return {**args, **{name: expand(args[name], dims) for name in geometry}}
+def _entries(value: Any) -> Any:
+    """The sizes that a node stands for: `y.shape[-2:]` with sizes that vary is a node that makes a torch.Size of others."""
+    if not isinstance(value, fx.Node):
+        return value
+    if value.target is torch.Size:
+        return value.args[0]
+    known = value_of(value)
+    return known if isinstance(known, tuple) and all(isinstance(size, int) for size in known) else value
 
 
-def _convolution(args: Args) -> Args:
-    """Its lists may have one entry for all dimensions, so the number of dimensions is the weight's to say."""
-    weight = value_of(args["weight"])
-    return _conv(args, dims=weight.dim() - 2 if isinstance(weight, torch.Tensor) else len(args["stride"]))
-
-
-def _sub(args: Args) -> Args:
-    return {**args, "alpha": -args["alpha"]}
-
-
-def _rsub(args: Args) -> Args:
-    return {"self": args["other"], "other": args["self"], "alpha": -args["alpha"]}
-
-
-def _layer_norm(args: Args) -> Args:
-    return {**args, "normalized_shape": expand(args["normalized_shape"], 1)}
-
-
-def _avg_pool3d(args: Args) -> Args:
-    stride = args["stride"]
-    default_stride = stride is None or (isinstance(stride, (tuple, list)) and not stride)
-    stride = args["kernel_size"] if default_stride else stride
-    expanded = {name: expand(value, 3) for name, value in {**args, "stride": stride}.items() if name in ("kernel_size", "stride", "padding")}
-    return {**args, **expanded}
-
-
-def _adaptive(args: Args, *, dims: int) -> Args:
-    return {**args, "output_size": expand(args["output_size"], dims), "dims": dims}
-
-
-def _mean(args: Args) -> Args:
-    dim = args.get("dim")
-    return {"keepdim": False, **args, "dim": None if dim is None else expand(dim, 1)}
-
-
-def _same(args: Args) -> Args:
-    return args
-
-
-@functools.cache
-def functions() -> Mapping[Any, Spelling]:
-    """Spellings by call target: Python functions, operators and aten overloads."""
-    table: dict[Any, Spelling] = {}
-
-    def row(word: str, overload: Any, adapt: Callable[[Args], Args], *targets: Any) -> None:
-        spelling = Spelling(word, overload._schema, adapt)
-        table.update({target: spelling for target in (overload, *targets)})
-        table.setdefault(overload.overloadpacket, spelling)
-
-    for dims in (1, 2, 3):
-        forward, backward = functools.partial(_conv, dims=dims), functools.partial(_conv, dims=dims, transposed=True)
-        adaptive = functools.partial(_adaptive, dims=dims)
-        row("conv", getattr(aten, f"conv{dims}d").default, forward, getattr(torch, f"conv{dims}d"))
-        row("conv", getattr(aten, f"conv{dims}d").padding, forward)
-        transposed = getattr(aten, f"conv_transpose{dims}d")
-        row("conv", transposed.default if dims == 1 else transposed.input, backward, getattr(torch, f"conv_transpose{dims}d"))
-        row("adaptive_avg_pool", getattr(aten, f"adaptive_avg_pool{dims}d").default, adaptive, getattr(F, f"adaptive_avg_pool{dims}d"))
-    row("conv", aten.convolution.default, _convolution, torch.convolution)
-    for dims in (2, 3):
-        overload = getattr(aten, f"_adaptive_avg_pool{dims}d").default
-        row("adaptive_avg_pool", overload, functools.partial(_adaptive, dims=dims), getattr(torch._C._nn, f"adaptive_avg_pool{dims}d"))
-    row("add", aten.add.Tensor, _same, operator.add, torch.add)
-    row("add", aten.add_.Tensor, _same, operator.iadd)
-    row("add", aten.add.Scalar, _same)
-    row("add", aten.add_.Scalar, _same)
-    row("add", aten.sub.Tensor, _sub, operator.sub, torch.sub, torch.subtract)
-    row("add", aten.sub_.Tensor, _sub, operator.isub)
-    row("add", aten.sub.Scalar, _sub)
-    row("add", aten.sub_.Scalar, _sub)
-    row("add", aten.rsub.Tensor, _rsub, torch.rsub)
-    row("layer_norm", aten.layer_norm.default, _layer_norm, F.layer_norm, torch.layer_norm)
-    row("layer_norm", aten.native_layer_norm.default, _layer_norm, torch.native_layer_norm)
-    row("avg_pool3d", aten.avg_pool3d.default, _avg_pool3d, F.avg_pool3d)
-    row("gelu", aten.gelu.default, _same, F.gelu)
-    row("gelu", aten.gelu_.default, _same, torch._C._nn.gelu_)
-    row("mean", aten.mean.dim, _mean, torch.mean)
-    row("mean", aten.mean.default, _mean)
-    return table
-
-
-@functools.cache
-def methods() -> Mapping[str, Spelling]:
-    """Spellings by Tensor method name."""
-    by_function = functions()
-    rows = {
-        aten.add.Tensor: ("add", "__add__", "__radd__"),
-        aten.add_.Tensor: ("add_", "__iadd__"),
-        aten.sub.Tensor: ("sub", "subtract", "__sub__"),
-        aten.sub_.Tensor: ("sub_", "subtract_", "__isub__"),
-        aten.rsub.Tensor: ("__rsub__",),
-        aten.mean.dim: ("mean",),
-    }
-    return {name: by_function[overload] for overload, names in rows.items() for name in names}
-
-
-# nn modules as calls of the function they run: (functional target, attribute names passed by keyword). Exact types only: a subclass may
-# compute something else.
-_CONV = ("weight", "bias", "stride", "padding", "dilation", "groups")
-MODULES: Mapping[type[nn.Module], tuple[Callable[..., Any], tuple[str, ...]]] = {
-    nn.Conv1d: (torch.conv1d, _CONV),
-    nn.Conv2d: (torch.conv2d, _CONV),
-    nn.Conv3d: (torch.conv3d, _CONV),
-    nn.ConvTranspose1d: (torch.conv_transpose1d, (*_CONV, "output_padding")),
-    nn.ConvTranspose2d: (torch.conv_transpose2d, (*_CONV, "output_padding")),
-    nn.ConvTranspose3d: (torch.conv_transpose3d, (*_CONV, "output_padding")),
-    nn.LayerNorm: (F.layer_norm, ("normalized_shape", "weight", "bias", "eps")),
-    nn.AvgPool3d: (F.avg_pool3d, ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")),
-    nn.GELU: (F.gelu, ("approximate",)),
-    nn.AdaptiveAvgPool1d: (F.adaptive_avg_pool1d, ("output_size",)),
-    nn.AdaptiveAvgPool2d: (F.adaptive_avg_pool2d, ("output_size",)),
-    nn.AdaptiveAvgPool3d: (F.adaptive_avg_pool3d, ("output_size",)),
-}
-
-
-def bind(schema: torch._C.FunctionSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Args | None:
+def bind(schema: torch._C.FunctionSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any], also: tuple[str, ...] = ()) -> Args | None:
     """Arguments by the schema's names with its defaults filled in, or None where the call does not fit the schema.
 
-    Functional and torch-level spellings call the first argument `input`, aten calls it `self`; `axis` and `keepdims` are numpy's words.
+    also: names of arguments that may follow the schema's. Functional and torch-level spellings call the first argument `input`, aten calls it
+    `self`; `axis` and `keepdims` are numpy's words.
     """
-    names = [argument.name for argument in schema.arguments]
+    names = [*(argument.name for argument in schema.arguments), *also]
     if len(args) > len(names):
         return None
     bound = dict(zip(names, args))

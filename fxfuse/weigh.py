@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .chain import Implementation, first_failure
 from .choose import Cost, decide, rates_of
+from .guarded import Guarded
 from .match import Match
 from .options import Options
 from .report import Candidate
@@ -26,9 +27,12 @@ class Weighed:
     candidates: tuple[Candidate, ...]
 
 
-def weigh(match: Match, options: Options, timer: Timer | None) -> Weighed:
-    """Weighs a match's implementations by measured times where there is a timer and `fxfuse.select` is "auto", else by the rule."""
-    reasons = {i.op: first_failure(i.takes(**match.calls)) for i in match.chain.implementations}
+def weigh(match: Match, options: Options, timer: Timer | None, missing: str | None = None) -> Weighed:
+    """Weighs a match's implementations by measured times where there is a timer and `fxfuse.select` is "auto", else by the rule.
+
+    missing: why the ops of fxfuse's own cannot be used, if they cannot. Raises PassError for a mistake in the chain.
+    """
+    reasons = {i.op: _reason(match, i, missing) for i in match.chain.implementations}
     possible = [i for i in match.chain.implementations if reasons[i.op] is None]
     impossible = [Candidate(op, reason) for op, reason in reasons.items() if reason is not None]
     if timer is None or options.select != "auto" or not possible:
@@ -39,9 +43,25 @@ def weigh(match: Match, options: Options, timer: Timer | None) -> Weighed:
     return _by_times(match, times, possible, impossible)
 
 
+def _reason(match: Match, implementation: Implementation, missing: str | None) -> str | None:
+    if missing is not None and implementation.is_own:
+        return missing
+    return first_failure(Guarded(match.chain.name, "takes", implementation.takes).conditions(**match.calls))
+
+
+def _cost(match: Match, implementation: Implementation) -> Cost | None:
+    if implementation.cost is None:
+        return None
+    guarded, expected = Guarded(match.chain.name, "cost", implementation.cost), "it should return a fxfuse.Cost"
+    cost = guarded(expected, **match.calls)
+    if not isinstance(cost, Cost):
+        raise guarded.mistake(f"returns {cost!r}", expected)
+    return cost
+
+
 def _by_rule(match: Match, options: Options, possible: list[Implementation], impossible: list[Candidate], note: str = "") -> Weighed:
     rates = rates_of(match.anchor.value.device)
-    costs = {i: i.cost(**match.calls) for i in possible}
+    costs = {i: _cost(match, i) for i in possible}
     choices = {i: decide(cost, rates, options.select) for i, cost in costs.items()}
 
     def candidate(i: Implementation, verdict: str) -> Candidate:
@@ -57,7 +77,7 @@ def _by_rule(match: Match, options: Options, possible: list[Implementation], imp
 
 def _by_times(match: Match, times: Mapping[str, float], possible: list[Implementation], impossible: list[Candidate]) -> Weighed:
     fastest = min(possible, key=lambda implementation: times[implementation.op])
-    kernels = {i.op: _kernel(i.cost(**match.calls)) for i in possible}
+    kernels = {i.op: _kernel(_cost(match, i)) for i in possible}
     theirs = times[INDUCTOR] * 1e3
     measured = [Candidate(op, f"measured {ms * 1e3:.0f} us", ms * 1e3, theirs, True, kernels.get(op, "")) for op, ms in times.items()]
     candidates = (*impossible, *measured)
@@ -66,7 +86,10 @@ def _by_times(match: Match, times: Mapping[str, float], possible: list[Implement
     return Weighed(fastest, f"measured {times[fastest.op] * 1e3:.0f} us, the fastest", candidates)
 
 
-def _kernel(cost: Cost) -> str:
+def _kernel(cost: Cost | None) -> str:
+    """What the report calls the implementation: nothing where its cost does not tell."""
+    if cost is None:
+        return ""
     return "fused" if cost.op.flops else "tail"
 
 

@@ -16,9 +16,9 @@ from torch import fx
 from fxfuse import fused, precision, torch_private
 from fxfuse.chain import Chain, Condition, Implementation, Step
 from fxfuse.choose import Cost, Work
-from fxfuse.conditions import kernel_dtypes, number_of_bytes, parameter_dtype
+from fxfuse.conditions import are_sizes, kernel_dtypes, number_of_bytes, parameter_dtype
 from fxfuse.ops import define
-from fxfuse.replacement import Emitter
+from fxfuse.emitter import Emitter
 from fxfuse.values import value_of
 from fxfuse.view import Call
 
@@ -113,6 +113,8 @@ def requires(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:
         yield isinstance(pool.keepdim, bool), f"the mean's keepdim={pool.keepdim} is not a bool"
     else:
         yield pool.dims == conv.dims, f"the pool is over {pool.dims} dims, the convolution over {conv.dims}"
+        given = [size for size in pool.output_size if size is not None]
+        yield are_sizes(given), f"the pool's output size {_text(pool.output_size)} is not known size by size"
         negative = [size for size in pool.output_size if isinstance(size, int) and size < 0]
         yield not negative, f"the pool's output size {_text(pool.output_size)} is negative"
 
@@ -257,5 +259,6 @@ CHAIN = Chain(
         ),
         Implementation("gelu_pool", tail_takes, tail_replace, tail_cost, "gelu and pool behind any convolution of the chain's, on a GPU or a CPU"),
     ),
+    dims=(1, 2, 3),
     description="The mean over space, or an adaptive average pool, of the gelu of a convolution, transposed or not, in float32, bfloat16 or float16.",
 )

@@ -17,9 +17,9 @@ from torch import fx
 from fxfuse import fused, precision, torch_private
 from fxfuse.chain import Chain, Condition, Implementation, Step
 from fxfuse.choose import Cost, Work
-from fxfuse.conditions import kernel_dtypes, number_of_bytes, parameter_dtype, same_shape
+from fxfuse.conditions import are_sizes, kernel_dtypes, number_of_bytes, parameter_dtype, same_shape
 from fxfuse.ops import define
-from fxfuse.replacement import Emitter
+from fxfuse.emitter import Emitter
 from fxfuse.values import value_of
 from fxfuse.view import Call
 
@@ -113,6 +113,7 @@ def requires(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -
     window = [*pool.kernel_size, *pool.stride, *pool.padding]
     yield all(isinstance(n, int) for n in window), f"avg_pool3d's window {_text(window)} is not constant"
     yield pool.divisor_override is None or isinstance(pool.divisor_override, int), "avg_pool3d's divisor_override is not constant"
+    yield are_sizes(norm.normalized_shape), "layer_norm's normalized_shape is not known size by size"
     yield isinstance(norm.eps, (int, float)), "layer_norm's eps is not constant"
     yield gelu.approximate in ("none", "tanh"), f"gelu's approximate={gelu.approximate!r} is neither 'none' nor 'tanh'"
 
@@ -253,7 +254,7 @@ def _bandwidth_share(conv: Call, add: Call | None, norm: Call, pool: Call) -> fl
     sweep_h200.json in examples/results. The layout is that of the trace, which Inductor may change."""
     width = torch_private.hint(conv.value.shape[-1])
     is_channels_last = conv.value.dim() == 5 and torch_private.known_true(conv.value.stride(1) == 1)
-    group = math.prod(torch_private.hint(size) for size in norm.normalized_shape)
+    group = math.prod(torch_private.hint(value_of(size)) for size in norm.normalized_shape)
     if group > MOST_IN_A_BLOCK or (is_channels_last and (len(norm.normalized_shape) > 1 or width > 256)):
         return 0.07  # statistics in a pass of their own
     if any(stride < size for size, stride in zip(pool.kernel_size, pool.stride)):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fxfuse import library
+from fxfuse import library, registry
 from fxfuse.toolchain import BuildError, find_cxx
 
 COVERAGE = pytest.StashKey[list[tuple[str, ...]]]()
@@ -48,6 +48,12 @@ def no_options_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests see the options that they set, not those of the shell they were started from."""
     for variable in OPTION_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone behind it."""
+    monkeypatch.setattr(registry, "_registrations", ())
 
 
 @pytest.fixture

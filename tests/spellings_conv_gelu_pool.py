@@ -26,6 +26,12 @@ INPUTS = {
 row = partial(spelling, "conv_gelu_pool", INPUTS)
 
 
+def squeezed_in_place(x, w, b):
+    y = conv2(x, w, b)
+    y.squeeze_()
+    return tail(y)
+
+
 def conv_also_used(x, w, b):
     y = conv2(x, w, b)
     return tail(y), y.relu()
@@ -65,6 +71,22 @@ def other_tensor_written_between(x, w, b, a):
     y = conv2(x, w, b)
     a.add_(1)
     return tail(y)
+
+
+@torch.library.custom_op("fxfuse_tests::norm_of", mutates_args=())
+def norm_of(x: torch.Tensor) -> torch.Tensor:
+    return x.norm()
+
+
+@norm_of.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(())
+
+
+def custom_op_that_writes_nothing_between(x, w, b):
+    y = conv2(x, w, b)
+    norm = norm_of(x)
+    return tail(y), norm
 
 
 def tanh_gelu_by_hand(x, w, b):
@@ -160,6 +182,7 @@ ROWS = [
     row("torch.mean", lambda x, w: torch.mean(gelu(conv2(x, w)), (2, 3))),
     row("torch.mean, keywords", lambda x, w: torch.mean(input=gelu(conv2(x, w)), dim=(2, 3), keepdim=True)),
     row("aten.mean.dim", lambda x, w: aten.mean.dim(gelu(conv2(x, w)), [2, 3])),
+    row("mean over space, then over the batch", lambda x, w: gelu(conv2(x, w)).mean((2, 3)).mean(0)),
     row("mean in 1-d, an int", lambda x1, w1: gelu(conv1(x1, w1)).mean(-1)),
     row("mean in 3-d", lambda x3, w3: gelu(conv3(x3, w3)).mean((2, 3, 4), keepdim=True)),
     row("mean, unbatched", lambda u, w: gelu(conv2(u, w)).mean((1, 2))),
@@ -172,6 +195,8 @@ ROWS = [
     row("no_grad inside the model", no_grad_inside, w=trainable(8, 4, 3, 3), around=torch.enable_grad),
     row("inference_mode", lambda x, w: tail(conv2(x, w)), w=trainable(8, 4, 3, 3), around=torch.inference_mode),
     row("another tensor written between", other_tensor_written_between),
+    row("custom op that writes nothing between", custom_op_that_writes_nothing_between),
+    row("conv1d of a permuted input made contiguous", lambda x1, w1: pool1(gelu(conv1(x1.contiguous(), w1)), 1), x1=lambda: torch.zeros(2, 8, 4).mT),
     *[row(f"symbolic_trace, {d}-d", partial(ConvGeluPool, d), x=(2, 4, *[8] * d), capture=traced_graph) for d in (1, 2, 3)],
     *[
         row(f"symbolic_trace, transposed, {d}-d", partial(ConvGeluPool, d, True), x=(2, 4, *[8] * d), capture=traced_graph)
@@ -236,10 +261,19 @@ ROWS = [
         w=zeros(8, 4, 3, 3, dtype=torch.cfloat),
     ),
     row("mean in float64", lambda x, w: gelu(conv2(x, w)).mean((2, 3), dtype=torch.float64), "mean turns torch.float32 into torch.float64"),
+    row(
+        "bias in float16, chain in bfloat16",
+        lambda x, w, b: tail(conv2(x, w, b)),
+        "the convolution's bias is torch.float16; the kernels take it as torch.float32 or torch.bfloat16",
+        b=zeros(8, dtype=torch.float16),
+        around=autocast,
+    ),
+    row("conv squeezed in place", squeezed_in_place, "squeeze_ changes the shape of y in place"),
     row("tensor subclass", lambda x, w: tail(conv2(x, w)), "is a TwoTensor", x=two_tensor),
     row("checkpoint around", lambda x, w: checkpoint(lambda x: tail(conv2(x, w)), x, use_reentrant=False), "body of a higher-order op"),
     row("cond around", branch, "body of a higher-order op"),
     row("vmap", lambda x, w: torch.func.vmap(lambda x: tail(conv2(x, w)))(x), "torch.func transform"),
+    row("vmap of something else", lambda x, w, b: torch.func.vmap(lambda e: tail(conv2(x, w)).sum() * e)(b), "inside a torch.func transform"),
     row("jvp", lambda x, w: torch.func.jvp(lambda x: tail(conv2(x, w)), (x,), (x,)), "torch.func transform"),
     row("grad", lambda x, w: torch.func.grad(lambda x: tail(conv2(x, w)).sum())(x), "torch.func transform"),
 ]

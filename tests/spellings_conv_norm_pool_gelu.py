@@ -156,6 +156,8 @@ ROWS = [
         for shape in ((1,), (10,), (1, 8, 1, 1, 1), (8, 1, 1, 1), (2, 1, 1, 1, 1), (4, 1, 10), (2, 8, 4, 4, 10))
     ],
     row("addend expanded from one row", lambda x, w, b, a: tail(conv3(x, w, b) + a.expand(2, 8, 4, 4, 10)), a=(10,)),
+    row("a - y, by the convolution's weight and bias", lambda x, w, b, a: tail(conv3(x, -w, -b) + a)),
+    row("addend in the chain's dtype", lambda x, w, b, full: tail((lambda y: y + full.to(y.dtype))(conv3(x, w, b))), around=autocast),
     row("addend int64, 0-dim", lambda x, w, b, a: tail(conv3(x, w, b) + a), a=zeros(dtype=torch.int64)),
     row("addend int64, per column", lambda x, w, b, a: tail(conv3(x, w, b) + a), a=zeros(10, dtype=torch.int64)),
     row("addend bool, 0-dim", lambda x, w, b, a: tail(conv3(x, w, b) + a), a=zeros(dtype=torch.bool)),

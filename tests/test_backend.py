@@ -184,12 +184,30 @@ def broken_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "chains", lambda: broken)
 
 
-def test_an_exception_in_a_pass_leaves_the_graph_as_it_was(inductor_calls, given_graphs, broken_pass, caplog):
+def test_an_exception_in_a_pass_is_why_its_chain_is_declined(inductor_calls, given_graphs, broken_pass, caplog):
     with caplog.at_level(logging.DEBUG, logger="fxfuse"):
         call(options=ALWAYS)
     assert inductor_calls[0].graph is given_graphs[0] and not fused_nodes(given_graphs[0])
     (record,) = [record for record in caplog.records if record.name.startswith("fxfuse") and record.levelno > logging.INFO]
     assert record.levelno == logging.ERROR and "ZeroDivisionError: a defect in a pass" in caplog.text
+    assert "conv_gelu_pool: its requires at " in reasons(fxfuse.reports()[-1])[0]
+    assert dict(counters["fxfuse_declined"]) == {"conv_gelu_pool": 1} and not counters["fxfuse"]
+
+
+@pytest.fixture
+def broken_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(*_: Any) -> Iterator[Any]:
+        raise ZeroDivisionError("a defect in fxfuse")
+
+    monkeypatch.setattr(engine, "find", find)
+
+
+def test_an_exception_in_the_engine_leaves_the_graph_as_it_was(inductor_calls, given_graphs, broken_engine, caplog):
+    with caplog.at_level(logging.DEBUG, logger="fxfuse"):
+        call(options=ALWAYS)
+    assert inductor_calls[0].graph is given_graphs[0] and not fused_nodes(given_graphs[0])
+    (record,) = [record for record in caplog.records if record.name.startswith("fxfuse") and record.levelno > logging.INFO]
+    assert record.levelno == logging.ERROR and "ZeroDivisionError: a defect in fxfuse" in caplog.text
     assert "ZeroDivisionError" in fxfuse.reports()[-1].stopped
     assert not counters["fxfuse"]
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from models import (
     ConvGeluPool,
     ConvNormPoolGelu,
+    arguments,
     dynamo_graph,
     dynamo_graphs,
     fake_mode,
@@ -130,6 +131,7 @@ DYNAMIC = {
     "gelu_pool, channels_last": (lambda x: gelu_pool(torch.conv2d(x.contiguous(memory_format=torch.channels_last), torch.ones(W))), X),
     "mean": (lambda x: F.gelu(torch.conv2d(x, torch.ones(W))).mean((2, 3), keepdim=True), X),
     "output size from a shape": (lambda x: F.adaptive_avg_pool2d(F.gelu(torch.conv2d(x, torch.ones(W))), (x.shape[2] // 2, None)), X),
+    "output size of the input": (lambda x: F.adaptive_avg_pool2d(F.gelu(torch.conv2d(x, torch.ones(W))), x.shape[-2:]), X),
     "norm_pool_gelu": (lambda x: norm_pool_gelu(torch.conv3d(x, torch.ones(W3), torch.ones(8)) + 1.0), X3),
     "norm_pool_gelu, ceil_mode": (lambda x: F.gelu(F.avg_pool3d(norm(torch.conv3d(x, torch.ones(W3))), 3, 2, 1, True)), X3),
     "transposed, addend of the width": (lambda x: norm_pool_gelu(transposed(x) + torch.ones(x.shape[-1] * 2)), X3),
@@ -189,6 +191,18 @@ def known(shape_env: Any) -> tuple[Any, ...]:
     guards = {str(guard.expr).replace("PythonMod", "Mod") for guard in shape_env.guards}
     divisible = [] if torch.__version__ < "2.12" else list(shape_env.divisible)
     return guards, dict(shape_env.replacements), divisible, shape_env.num_deferred_runtime_asserts
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_norm_over_the_dimensions_of_a_shape(dynamic: bool) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = torch.conv3d(x, torch.ones(W3))
+        return F.gelu(F.avg_pool3d(F.layer_norm(y, y.shape[-3:]), 2))
+
+    with torch.no_grad():
+        graph, _ = fuse(dynamo_graph(run, torch.zeros(X3), dynamic=dynamic))
+    (node,) = fused_nodes(graph)
+    assert arguments(node)["norm_ndim"] == 3
 
 
 def test_a_size_that_only_data_decides_is_no_obstacle() -> None:

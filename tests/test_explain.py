@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 import fxfuse
 from fxfuse import library
 from fxfuse.options import OptionError
+from fxfuse.report import WHY_NOT, short
 
 HERE = Path(__file__).name
 
@@ -96,6 +97,7 @@ def test_the_table() -> None:
     assert text.startswith("2 fused, 0 declined in 2 graphs\n") and HERE in text and "gelu_pool" in text
     text = str(fxfuse.explain(Branching(), image()))
     assert text.startswith("0 fused, 2 declined in 2 graphs\n") and "torch.no_grad()" in text.replace("\n", " ")
+    assert text.endswith(f"\nwhat to change, sentence by sentence: {short(WHY_NOT)}") and Path(WHY_NOT).is_file()
     assert str(fxfuse.explain(torch.relu, image())) == "0 fused, 0 declined in 1 graph"
 
 

@@ -8,62 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import dynamo_graph, fake_mode, fuse
+from convolutions import A100, H200, REFUSED, RTX_PRO_6000, TAKEN, X2, graph_of, match_of, normed, pooled
+from models import fake_mode, fuse
 from torch import fx
 from torch._guards import detect_fake_mode
 
 from fxfuse import fused
-from fxfuse.chain import chains, first_failure
+from fxfuse.chain import first_failure
 from fxfuse.choose import RATES, decide
 from fxfuse.fused import Gpu
-from fxfuse.match import Match, find
-from fxfuse.view import GraphView
-
-H200 = Gpu(major=9, num_processors=132, shared_bytes=232448)
-X2, W2, X3, W3 = (2, 8, 12, 14), (16, 8, 3, 3), (2, 8, 6, 6, 12), (16, 8, 3, 3, 3)
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "gpu_of", lambda device: H200 if device.type == "cuda" else None)
-
-
-def pooled(y: torch.Tensor) -> torch.Tensor:
-    return F.adaptive_avg_pool2d(F.gelu(y), 1)
-
-
-def normed(y: torch.Tensor, pool: int = 2, **window: Any) -> torch.Tensor:
-    return F.gelu(F.avg_pool3d(F.layer_norm(y, y.shape[-1:]), pool, **window))
-
-
-def graph_of(run: Callable[..., torch.Tensor], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, dynamic: bool = False) -> fx.GraphModule:
-    with fake_mode(), torch.no_grad():
-        return dynamo_graph(run, *(torch.empty(shape, device="cuda", dtype=dtype) for shape in shapes), dynamic=dynamic)
-
-
-def match_of(gm: fx.GraphModule) -> Match:
-    view = GraphView(gm.graph)
-    (found,) = [found for chain in chains() for found in find(view, chain)]
-    assert isinstance(found, Match)
-    return found
-
-
-TAKEN = {
-    "conv2d": (lambda x, w: pooled(torch.conv2d(x, w)), X2, W2),
-    "conv2d, stride, padding, dilation": (lambda x, w: pooled(torch.conv2d(x, w, None, 2, (1, 2), 2)), X2, W2),
-    "conv2d, same": (lambda x, w: pooled(torch.conv2d(x, w, padding="same")), X2, W2),
-    "conv1d": (lambda x, w: F.adaptive_avg_pool1d(F.gelu(torch.conv1d(x, w)), 1), (2, 8, 20), (16, 8, 5)),
-    "conv3d, mean": (lambda x, w: F.gelu(torch.conv3d(x, w)).mean((2, 3, 4)), X3, W3),
-    "conv2d, mean, kept dims": (lambda x, w: F.gelu(torch.conv2d(x, w)).mean((2, 3), True), X2, W2),
-    "conv2d, unbatched": (lambda x, w: pooled(torch.conv2d(x, w)), X2[1:], W2),
-    "conv3d and norm": (lambda x, w: normed(torch.conv3d(x, w, padding=1)), X3, W3),
-    "conv_transpose3d and norm": (lambda x, w: normed(torch.conv_transpose3d(x, w, None, 2, 1, 1), 3), X3, (8, 16, 3, 3, 3)),
-    "number as addend": (lambda x, w: normed(torch.conv3d(x, w) - 2), X3, W3),
-    "0-dim addend": (lambda x, w, a: normed(torch.conv3d(x, w) + a), X3, W3, ()),
-    "one-element addend": (lambda x, w, a: normed(torch.conv3d(x, w) + a), X3, W3, (1,)),
-    "per-channel addend": (lambda x, w, a: normed(torch.conv3d(x, w) + a), X3, W3, (1, 16, 1, 1, 1)),
-    "per-channel addend, no batch dim": (lambda x, w, a: normed(torch.conv3d(x, w) + a), X3, W3, (16, 1, 1, 1)),
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -77,30 +35,6 @@ def test_taken(run: Callable[..., torch.Tensor], shapes: list[tuple[int, ...]], 
     assert not [node for node in graph.nodes if "conv" in str(node.target) and "fxfuse" not in str(node.target)]
 
 
-REFUSED = {
-    "groups": (lambda x, w: pooled(torch.conv2d(x, w, groups=2)), "has 2 groups", X2, (16, 4, 3, 3)),
-    "same, even kernel": (lambda x, w: pooled(torch.conv2d(x, w, padding="same")), "not the same on both sides", X2, (16, 8, 4, 4)),
-    "transposed": (lambda x, w: pooled(torch.conv_transpose2d(x, w)), "is transposed", X2, (8, 16, 3, 3)),
-    "pool not global": (lambda x, w: F.adaptive_avg_pool2d(F.gelu(torch.conv2d(x, w)), 2), "is not global", X2, W2),
-    "many weights": (lambda x, w: pooled(torch.conv2d(x, w)), "padded values, over", (2, 512, 8, 8), (512, 512, 3, 3)),
-    "large image": (lambda x, w: pooled(torch.conv2d(x, w)), "2^31 or more", (1, 8, 1 << 14, 1 << 14), W2),
-    "large kernel": (lambda x, w: normed(torch.conv3d(x, w, padding=3)), "has a size over 5", X3, (16, 8, 7, 7, 7)),
-    "stride 3": (lambda x, w: normed(torch.conv3d(x, w, stride=(1, 1, 3), padding=1)), "is not made of 1 and 2", X3, W3),
-    "dilation": (lambda x, w: normed(torch.conv3d(x, w, dilation=2, padding=2)), "is not 1", X3, W3),
-    "norm over two dims": (
-        lambda x, w: F.gelu(F.avg_pool3d(F.layer_norm(torch.conv3d(x, w), (4, 10)), 2)), "over 2 dimensions", X3, W3
-    ),
-    "wide rows": (lambda x, w: normed(torch.conv3d(x, w, padding=1)), "300 wide", (*X3[:4], 300), W3),
-    "overlapping windows": (lambda x, w: normed(torch.conv3d(x, w), 3, stride=2), "overlap", X3, W3),
-    "large windows": (lambda x, w: normed(torch.conv3d(x, w, padding=1), 5), "size over 4", X3, W3),
-    "padded windows": (lambda x, w: normed(torch.conv3d(x, w), 2, padding=1), "pads", X3, W3),
-    "ceil_mode": (lambda x, w: normed(torch.conv3d(x, w), 3, ceil_mode=True), "ceil_mode", X3, W3),
-    "divisor": (lambda x, w: normed(torch.conv3d(x, w), 2, divisor_override=3), "divisor_override", X3, W3),
-    "addend along a row": (lambda x, w, a: normed(torch.conv3d(x, w) + a), "not one value or one a channel", X3, W3, (10,)),
-    "addend a sample": (lambda x, w, a: normed(torch.conv3d(x, w) + a), "not one value or one a channel", X3, W3, (2, 1, 1, 1, 1)),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(("run", "sentence", "shapes"), [(run, text, shapes) for run, text, *shapes in REFUSED.values()], ids=REFUSED)
 def test_refused_and_left_to_the_tail(run: Callable[..., torch.Tensor], sentence: str, shapes: list[tuple[int, ...]]) -> None:
     gm = graph_of(run, *shapes)
@@ -109,9 +43,6 @@ def test_refused_and_left_to_the_tail(run: Callable[..., torch.Tensor], sentence
     assert sentence in first_failure(best.takes(**match.calls))
     _, report = fuse(gm)
     assert [record.op for record in report.fused] == [tail.op]
-
-
-A100, RTX_PRO_6000 = Gpu(8, 108, 166912), Gpu(12, 188, 101376)
 
 
 @pytest.mark.parametrize("gpu", [A100, RTX_PRO_6000], ids=["sm_80", "sm_120"])
@@ -140,6 +71,14 @@ def test_devices_that_are_left_to_the_tail(gpu: Gpu | None, monkeypatch: pytest.
     monkeypatch.setattr(fused, "gpu_of", lambda device: gpu)
     _, report = fuse(graph_of(*TAKEN["conv2d"]))
     assert [record.op for record in report.fused] == ["gelu_pool"]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_sizes_that_vary_go_to_the_tail(name: str) -> None:
+    """All of them do here, the weight's too."""
+    _, report = fuse(graph_of(*TAKEN[name], dynamic=True))
+    (record,) = report.fused
+    assert f"conv_{record.op}" == record.chain and record.candidates[0].verdict == "the weight's shape is not constant"
 
 
 @pytest.mark.parametrize("name", ["conv2d", "conv3d and norm"])

@@ -38,7 +38,7 @@ def test_steps_are_found_by_name_and_an_absent_optional_one_is_none() -> None:
 def test_an_optional_step_is_taken_where_it_is_there() -> None:
     (match,) = found(lambda x, w: F.adaptive_avg_pool2d(F.gelu(1 + torch.conv2d(x, w)), 1))
     assert [(call.word, call.by) for call in match.present] == [
-        ("conv", ""),
+        ("conv", "input"),
         ("add", "other"),
         ("gelu", "self"),
         ("adaptive_avg_pool", "self"),

@@ -29,6 +29,14 @@ def table(header: str) -> list[dict[str, str]]:
     return [dict(zip(cells[0], row)) for row in body]
 
 
+def test_the_new_chain_is_the_examples() -> None:
+    """Line by line and in order; the example has more lines."""
+    block = (ROOT / "README.md").read_text().partition("<!-- new-chain -->\n```python\n")[2].partition("```")[0]
+    lines = [line.strip() for line in block.splitlines() if line.strip()]
+    example = map(str.strip, (ROOT / "examples/new_chain.py").read_text().splitlines())
+    assert lines and all(line in example for line in lines)
+
+
 def test_headline_times_and_errors() -> None:
     measured = {
         (r["workload"], r["dtype"], r["precision"], r["contender"]): r for r in rows_of("headline_h200.json") if r["layout"] == "contiguous"

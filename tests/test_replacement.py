@@ -15,7 +15,8 @@ from torch import fx
 
 import fxfuse.passes.conv_gelu_pool as conv_gelu_pool
 from fxfuse.match import find
-from fxfuse.replacement import RewriteError, rewritten
+from fxfuse.guarded import PassError
+from fxfuse.replacement import rewritten
 from fxfuse.view import GraphView
 
 W, X3, W3, B = (8, 4, 3, 3), (2, 4, 6, 6, 12), (8, 4, 3, 3, 3), (8,)
@@ -235,6 +236,6 @@ def test_a_replacement_that_does_not_stand_for_its_chain_is_refused() -> None:
         return emit(torch.relu, conv.node)
 
     before = str(gm.graph)
-    with pytest.raises(RewriteError, match="for a chain that gives torch.float32"):
+    with pytest.raises(PassError, match=r"its replace at .*test_replacement.py:\d+ gives torch.float32.* by .*relu.*; the chain gives torch.float32"):
         rewritten(gm.graph, [(match, wrong)])
     assert str(gm.graph) == before

@@ -12,8 +12,9 @@ from models import traced_graph
 from torch import fx, nn
 
 from fxfuse.values import ModuleParameter
-from fxfuse.view import read
-from fxfuse.vocabulary import expand, functions, methods, through
+from fxfuse import words
+from fxfuse.view import Call, GraphView
+from fxfuse.vocabulary import expand
 
 aten = torch.ops.aten
 X, W = torch.zeros(2, 4, 8, 8), torch.zeros(8, 4, 3, 3)
@@ -24,11 +25,15 @@ def last_call(run: Callable[..., Any], *args: torch.Tensor) -> fx.Node:
     return [node for node in traced_graph(run, *args).graph.nodes if node.op.startswith("call_")][-1]
 
 
-def words(run: Callable[..., Any], *args: torch.Tensor) -> tuple[str, dict[str, Any]]:
+def read(node: fx.Node) -> Call | None:
+    return GraphView(node.graph).calls.get(node)
+
+
+def spelled(run: Callable[..., Any], *args: torch.Tensor) -> tuple[str, dict[str, Any]]:
     """The word and the arguments that are no nodes."""
-    spelled = read(last_call(run, *args))
-    assert spelled is not None
-    return spelled[0], {name: value for name, value in spelled[1].items() if not isinstance(value, fx.Node)}
+    call = read(last_call(run, *args))
+    assert call is not None
+    return call.word, {name: value for name, value in call.args.items() if not isinstance(value, fx.Node)}
 
 
 PLAIN_CONV = dict(bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, dims=2, transposed=False, output_padding=(0, 0))
@@ -72,12 +77,12 @@ CANONICAL_3D = {
 
 @pytest.mark.parametrize(("run", "word", "expected"), CANONICAL.values(), ids=CANONICAL)
 def test_arguments_are_bound_and_expanded(run: Callable[..., Any], word: str, expected: dict[str, Any]) -> None:
-    assert words(run, X, W) == (word, expected)
+    assert spelled(run, X, W) == (word, expected)
 
 
 @pytest.mark.parametrize(("run", "word", "expected"), CANONICAL_3D.values(), ids=CANONICAL_3D)
 def test_arguments_are_bound_and_expanded_in_3d(run: Callable[..., Any], word: str, expected: dict[str, Any]) -> None:
-    assert words(run, X3, W3) == (word, expected)
+    assert spelled(run, X3, W3) == (word, expected)
 
 
 NOT_WORDS = {
@@ -115,9 +120,9 @@ class Holder(nn.Module):
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize(("module", "word"), MODULES.values(), ids=lambda value: type(value).__name__)
 def test_a_module_reads_as_the_function_it_runs(module: nn.Module, word: str, by_name: bool) -> None:
-    spelled = read(last_call(Holder(module, by_name), X))
-    assert spelled is not None and spelled[0] == word
-    parameters = {value.path: value.value for value in spelled[1].values() if isinstance(value, ModuleParameter)}
+    call = read(last_call(Holder(module, by_name), X))
+    assert call is not None and call.word == word
+    parameters = {value.path: value.value for value in call.args.values() if isinstance(value, ModuleParameter)}
     assert parameters == {f"inner.{name}": value for name, value in module.named_parameters()}
 
 
@@ -143,6 +148,7 @@ def test_expand() -> None:
 
 
 def test_every_row_names_the_arguments_that_a_value_flows_through() -> None:
-    for spelling in (*functions().values(), *methods().values()):
-        names = {argument.name for argument in spelling.schema.arguments}
-        assert set(through(spelling.word)) <= names, spelling
+    for word in words.vocabulary().words.values():
+        for spelling in word.spellings:
+            names = {argument.name for argument in spelling.overload._schema.arguments}
+            assert set(word.through) <= names, spelling.overload

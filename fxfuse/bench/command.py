@@ -67,8 +67,10 @@ def main(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from ..chain import chain_names
     from . import chart, results, session, table
 
-    split(None, chain_names())  # raises OptionError for a variable that makes no sense
+    if suite != "model":
+        split(None, chain_names())  # raises OptionError for a variable that makes no sense
     device, items = session.prepared(arguments, suite, names)
+    split(None, chain_names())  # a model's module may have registered chains, which a variable may name
     result = results.header(suite, device, arguments.rounds, command)
     done = results.resume(result, arguments.json) if arguments.resume else set()
     items = {name: measure for name, measure in items.items() if name not in done}
