@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,6 +66,16 @@ def _spelling_problems(word: Word, spelling: Spelling) -> Problems:
         yield f"a value flows through the word {word.name!r} by {', '.join(word.through) or 'nothing'}, and {spelling.overload} takes {', '.join(names)}"
     if not callable(spelling.adapt):
         yield f"the word {word.name!r} has adapt={spelling.adapt!r}, which cannot be called"
+    if not _are_strings(spelling.methods):
+        yield f"the word {word.name!r} has methods={spelling.methods!r}; give a tuple of names"
+    if not isinstance(spelling.modules, Mapping) or not all(isinstance(t, type) and _are_strings(n) for t, n in spelling.modules.items()):
+        yield f"the word {word.name!r} has modules={spelling.modules!r}; give a dict of types and tuples of attribute names"
+    if not isinstance(spelling.also, Mapping) or not all(isinstance(v, (tuple, list)) and v for v in spelling.also.values()):
+        yield f"the word {word.name!r} has also={spelling.also!r}; give a dict of argument names and tuples of values"
+
+
+def _are_strings(names: Any) -> bool:
+    return isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)
 
 
 def _step_problems(chain: Chain) -> Problems:
@@ -77,6 +87,9 @@ def _step_problems(chain: Chain) -> Problems:
         if not isinstance(name, str) or not name.isidentifier() or name == "emit" or names.count(name) > 1:
             yield f"the step {name!r} needs a name of its own that can name an argument and is not 'emit'"
     for step in steps:
+        given = next((word.name for word in step.words if isinstance(word, Word)), None)
+        if given is not None:
+            yield f"the step {step.name!r} accepts words by their names; give {given!r}, and the fxfuse.Word to the chain's words"
         for word in step.words or (None,):
             if word not in chain.vocabulary.words:
                 yield f"nobody knows the word {word!r} of the step {step.name!r}{_nearest(word, chain)}; add a fxfuse.Word to the chain's words"

@@ -249,6 +249,10 @@ def no_conv(relu: Any) -> Iterator[Any]:
     yield True, ""
 
 
+def with_spelling(**fields: Any) -> Chain:
+    return chain(words=(fxfuse.Word("relu", fxfuse.Spelling(torch.ops.aten.relu.default, **fields)),))
+
+
 GOOD = conv_relu()
 STEP = fxfuse.Step("conv", "conv")
 BAD: dict[str, tuple[Any, str]] = {
@@ -274,6 +278,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "a packet for an overload": (chain(words=(fxfuse.Word("relu", fxfuse.Spelling(torch.ops.aten.relu)),)), "it takes an overload such as"),
     "through": (chain(words=(fxfuse.Word("relu", *RELU.spellings, through=("input",)),)), "flows through the word 'relu' by input, and aten.relu.default takes self"),
     "adapt": (chain(words=(fxfuse.Word("relu", fxfuse.Spelling(torch.ops.aten.relu.default, adapt=3)),)), "has adapt=3, which cannot be called"),
+    "methods in a string": (with_spelling(methods="relu"), "has methods='relu'; give a tuple of names"),
+    "modules in a tuple": (with_spelling(modules=(nn.ReLU,)), "has modules=.*; give a dict of types and tuples of attribute names"),
+    "also without values": (with_spelling(also={"inplace": False}), "has also={'inplace': False}; give a dict of argument names and tuples of values"),
+    "a word itself": (chain(steps=(STEP, fxfuse.Step("relu", RELU))), "the step 'relu' accepts words by their names; give 'relu', and the fxfuse.Word to"),
     "no implementations": (chain(implementations=()), "its implementations are not a tuple of at least one"),
     "an op twice": (chain(implementations=(implementation(), implementation())), "two of its implementations have the same op"),
     "an op nobody knows": (chain(implementations=(implementation("mine::relu"),)), "torch knows no op 'mine::relu'; define it with torch.library first"),
