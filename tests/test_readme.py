@@ -83,7 +83,7 @@ def test_inductors_max_autotune() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     ms = {(r["workload"], r["dtype"], r["precision"]): f"{r['gpu_ms']:.2f}" for r in rows}
     kinds = (("float32", "tf32"), ("float32", "ieee"), ("bfloat16", ""), ("float16", ""))
-    first, second = ([ms[chain, *kind] for kind in kinds] for chain in ("conv_norm_pool_gelu", "conv_gelu_pool"))
+    first, second = ([ms[(chain, *kind)] for kind in kinds] for chain in ("conv_norm_pool_gelu", "conv_gelu_pool"))
     assert f"{', '.join(first)} on the first model and {', '.join(second)} on the second (tf32, ieee, bf16, fp16)" in text
 
 
