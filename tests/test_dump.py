@@ -118,7 +118,9 @@ def test_the_scripts_run(tmp_path: Path) -> None:
     (made,) = dumped(tmp_path, Several(), volume())
     scripts = sorted(made.glob("repro_*.py"))
     outputs = [rerun(script) for script in scripts]
-    assert [(done.returncode, done.stderr) for done in outputs] == [(0, "")] * 3
+    # What torch itself says there (of a CUDA toolkit without a GPU, say) is not the script's.
+    said = [[line for line in done.stderr.splitlines() if "torch/" not in line] for done in outputs]
+    assert [(done.returncode, lines) for done, lines in zip(outputs, said)] == [(0, [])] * 3
     for done in outputs:
         rows = [line.split() for line in done.stdout.splitlines()[2:5]]
         assert [row[0] for row in rows] == ["eager", "inductor", "fxfuse"]
