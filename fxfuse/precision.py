@@ -6,7 +6,8 @@ the switch of matrix products but not cuDNN's: the compiled callable looks at ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,18 @@ Compile = Callable[[Sequence[Any]], Callable[..., Any]]
 def current() -> str:
     """ "tf32" if cuDNN convolutions may round fp32 inputs to TF32, else "ieee". Never raises, however old and new switches are mixed."""
     return "tf32" if torch.backends.cudnn.conv.fp32_precision == "tf32" else "ieee"
+
+
+@contextmanager
+def switched(precision: str) -> Iterator[None]:
+    """cuDNN's fp32 convolutions in "tf32" or "ieee" within it."""
+    conv = torch.backends.cudnn.conv
+    before = conv.fp32_precision
+    conv.fp32_precision = precision
+    try:
+        yield
+    finally:
+        conv.fp32_precision = before
 
 
 def calls(graph: fx.Graph) -> list[tuple[fx.Node, int]]:

@@ -11,93 +11,20 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from fxfuse import fused, precision, torch_private
 from fxfuse.chain import Chain, Condition, Implementation, Step
 from fxfuse.choose import Cost, Work
 from fxfuse.conditions import are_sizes, kernel_dtypes, number_of_bytes, parameter_dtype, same_shape
-from fxfuse.ops import define
 from fxfuse.emitter import Emitter
 from fxfuse.values import value_of
 from fxfuse.view import Call
 
+from .conv_norm_pool_gelu_ops import conv_norm_pool_gelu, norm_pool_gelu
+
 # Elements of a norm group that the contiguous tail surely keeps in the registers of a block (`plan_block` of csrc/norm_pool_gelu_plan.cuh).
 MOST_IN_A_BLOCK = 8192
-
-
-def norm_pool_gelu_fake(
-    input: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    addend_scale: float,
-    addend_value: float,
-    norm_ndim: int,
-    eps: float,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-    approximate: str,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    """gelu(avg_pool3d(layer_norm(input + bias[c] + addend_scale * addend + addend_value), ...)), contiguous.
-
-    input: [N, C, D, H, W] or [C, D, H, W]. addend broadcasts to it. The norm is over the last norm_ndim dimensions. kernel_size, stride
-    and padding have three entries.
-    """
-    # Pooling a meta tensor gives eager's shape rule (ceil_mode) and eager's own errors.
-    shape = F.avg_pool3d(input.new_empty(input.shape), kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override).shape
-    return input.new_empty(shape, dtype=input.dtype if out_dtype is None else out_dtype)
-
-
-norm_pool_gelu = define(
-    "norm_pool_gelu(Tensor input, Tensor? bias, Tensor? addend, Tensor? norm_weight, Tensor? norm_bias, float addend_scale, "
-    "float addend_value, int norm_ndim, float eps, int[] kernel_size, int[] stride, int[] padding, bool ceil_mode, "
-    "bool count_include_pad, int? divisor_override, str approximate, ScalarType? out_dtype) -> Tensor",
-    norm_pool_gelu_fake,
-)
-
-
-def conv_norm_pool_gelu_fake(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    transposed: bool,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    addend_scale: float,
-    addend_value: float,
-    eps: float,
-    pool_size: Sequence[int],
-    approximate: str,
-    precision: str,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    """norm_pool_gelu of the convolution, with the norm over the last dimension and pool windows side by side.
-
-    precision: "tf32" or "ieee", how fp32 inputs are multiplied. addend: one value, or one for each channel.
-    """
-    output = fused.convolution(input, weight, stride, padding, [1, 1, 1], transposed, output_padding)
-    dtype = input.dtype if out_dtype is None else out_dtype
-    return input.new_empty(F.avg_pool3d(output.new_empty(output.shape), pool_size).shape, dtype=dtype)
-
-
-conv_norm_pool_gelu = define(
-    "conv_norm_pool_gelu(Tensor input, Tensor weight, Tensor? bias, Tensor? addend, Tensor? norm_weight, Tensor? norm_bias, bool transposed, "
-    "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, float addend_scale, float addend_value, float eps, int[] pool_size, "
-    "str approximate, str precision, ScalarType? out_dtype) -> Tensor",
-    conv_norm_pool_gelu_fake,
-)
 
 
 def requires(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Iterator[Condition]:

@@ -1,0 +1,69 @@
+"""Gradients of ops that contain a convolution: its output is computed again, and its gradient goes straight into those of input and weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import precision
+from .fused import convolution
+from .training import Arguments, Backward, Gradients
+from .vocabulary import expand
+
+aten = torch.ops.aten
+
+
+def through_convolution(tail: Gradients, tail_arguments: Callable[[Arguments], Arguments]) -> Backward:
+    """The gradients of an op that is a convolution and then a tail op.
+
+    tail: the tail op's, with the convolution's output as its `input`. tail_arguments: its arguments that the whole op does not have.
+    """
+
+    def gradients(grad: torch.Tensor, arguments: Arguments, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        input, weight, geometry = arguments["input"], arguments["weight"], _geometry(arguments)
+        of_tail = [name for name in names if name not in ("input", "weight")]
+        with precision.switched(arguments["precision"]):
+            y = convolution(input, weight, *geometry)
+            found = dict(tail(grad, {**arguments, **tail_arguments(arguments), "input": y}, of_tail))
+            of_y = found.pop("input").to(y.dtype)
+            found.update(_of_convolution(of_y, input, weight, geometry, names))
+        return found
+
+    def inner(arguments: Arguments) -> int:
+        input, weight = (torch.empty(arguments[name].shape, device="meta") for name in ("input", "weight"))
+        return math.prod(convolution(input, weight, *_geometry(arguments)).shape)
+
+    return Backward(gradients, inner, lambda name, arguments: name == "input" and arguments["input"].dim() == arguments["weight"].dim())
+
+
+def over_channels(bias: torch.Tensor, dims: int) -> torch.Tensor:
+    """A value for each channel, in fp32, as it joins [..., C, *spatial] with that many spatial dimensions."""
+    return bias.float().reshape(-1, *[1] * dims)
+
+
+def sum_but_channels(of_y: torch.Tensor, dims: int) -> torch.Tensor:
+    """The gradient of what joined [..., C, *spatial] by `over_channels`."""
+    return of_y.sum([dim for dim in range(of_y.dim()) if dim != of_y.dim() - dims - 1])
+
+
+def _geometry(arguments: Arguments) -> tuple[Any, ...]:
+    """stride, padding, dilation, transposed, output_padding; what the op's schema lacks is what every convolution of it has."""
+    dims = arguments["weight"].dim() - 2
+    stride, padding, dilation, output_padding = (
+        list(expand(arguments.get(name, default), dims)) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0))
+    )
+    return stride, padding, dilation, arguments.get("transposed", False), output_padding
+
+
+def _of_convolution(
+    of_y: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, geometry: tuple[Any, ...], names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    is_batched = input.dim() == weight.dim()
+    of_y, batch = (tensor if is_batched else tensor.unsqueeze(0) for tensor in (of_y, input))
+    asked = ["input" in names, "weight" in names, False]
+    of_input, of_weight, _ = aten.convolution_backward(of_y, batch, weight, None, *geometry, 1, asked)
+    found = {"weight": of_weight, "input": of_input if is_batched or of_input is None else of_input.squeeze(0)}
+    return {name: found[name] for name in names if name in found}

@@ -1,0 +1,102 @@
+"""Ops with gradients: for an op its twin `fxfuse::<name>_training`, with the same arguments, kernels and fake, and a backward.
+
+The op itself has no autograd registration, which would cost microseconds at each call without gradients; graphs that need gradients get the
+twin. It saves its arguments and nothing else. `fxfuse::<name>_backward` computes again what lies inside the op, a piece of the batch at a
+time, so that only a bounded part of it is ever alive. Gradients of what all samples share are summed in fp32, in the order of the batch: the
+same bits in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import ops
+
+# Of fp32 values inside an op, a piece of the batch: enough for full kernels, and little beside the tensors of a model that is trained.
+PIECE_BYTES = 64 << 20
+
+Arguments = Mapping[str, Any]
+# Gradients of the tensors among an op's arguments, by name: gradients(grad, arguments, names), where names are those that are asked for.
+Gradients = Callable[[torch.Tensor, Arguments, Sequence[str]], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """How an op's gradients come about.
+
+    gradients: for a piece of the batch. inner: elements inside the op of a whole call. is_sample: whether an argument has the batch in front.
+    splits: whether samples do not meet inside the op, so that the batch may come in pieces.
+    """
+
+    gradients: Gradients
+    inner: Callable[[Arguments], int]
+    is_sample: Callable[[str, Arguments], bool]
+    splits: Callable[[Arguments], bool] = lambda arguments: True
+
+
+def define_training(op: Any, backward: Backward) -> Any:
+    """Declares the twin of `op` and its backward, and returns the twin."""
+    schema = op._schema
+    name, names = schema.name.partition("::")[2], [argument.name for argument in schema.arguments]
+    tensors = [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
+    arguments = str(schema).partition("(")[2].rpartition(") ->")[0]
+
+    def fake_backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
+        *values, needs = given
+        return [torch.empty_like(value) for value in _needed(dict(zip(names, values)), tensors, needs).values()]
+
+    def run_backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
+        *values, needs = given
+        return _in_pieces(backward, grad, dict(zip(names, values)), tensors, needs)
+
+    twin = ops.define(f"{name}_training({arguments}) -> Tensor", op, kernel=op)
+    of_twin = ops.define(f"{name}_backward(Tensor grad, {arguments}, bool[] needs) -> Tensor[]", fake_backward, kernel=run_backward)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*(value for name, value in zip(names, inputs) if name in tensors))
+        ctx.others = {name: value for name, value in zip(names, inputs) if name not in tensors}
+
+    def gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values = {**ctx.others, **dict(zip(tensors, ctx.saved_tensors))}
+        needs = [ctx.needs_input_grad[names.index(name)] for name in tensors]
+        found = dict(zip(_needed(values, tensors, needs), of_twin(grad, *(values[name] for name in names), needs)))
+        return tuple(found.get(name) for name in names)
+
+    ops.differentiate(twin, gradient, save)
+    ops.differentiate(of_twin, _no_second_derivative(name))
+    return twin
+
+
+def _needed(arguments: Arguments, tensors: Sequence[str], needs: Sequence[bool]) -> dict[str, torch.Tensor]:
+    return {name: arguments[name] for name, is_needed in zip(tensors, needs) if is_needed}
+
+
+def _in_pieces(backward: Backward, grad: torch.Tensor, arguments: Arguments, tensors: Sequence[str], needs: Sequence[bool]) -> list[torch.Tensor]:
+    asked = _needed(arguments, tensors, needs)
+    samples = [name for name in tensors if isinstance(arguments[name], torch.Tensor) and backward.is_sample(name, arguments)]
+    results = {name: torch.empty_like(value) if name in samples else torch.zeros_like(value, dtype=torch.float32) for name, value in asked.items()}
+    batch = grad.shape[0] if samples else 1
+    size = max(1, PIECE_BYTES // 4 * batch // max(1, backward.inner(arguments))) if samples and backward.splits(arguments) else max(1, batch)
+    for first in range(0, batch, size):
+        piece = {**arguments, **{name: arguments[name][first : first + size] for name in samples}}
+        found = backward.gradients(grad[first : first + size] if samples else grad, piece, list(asked))
+        for name, value in found.items():
+            if name in samples:
+                results[name][first : first + size].copy_(value)
+            else:
+                results[name].add_(value)
+    return [result.to(asked[name].dtype) for name, result in results.items()]
+
+
+def _no_second_derivative(name: str) -> Callable[..., Any]:
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"fxfuse::{name} has a first derivative only, and this differentiates its gradient: use eager, or compile with "
+            'options={"fxfuse.select": "never"}'
+        )
+
+    return refuse
