@@ -84,11 +84,11 @@ def _in_pieces(backward: Backward, grad: torch.Tensor, arguments: Arguments, ten
     for first in range(0, batch, size):
         piece = {**arguments, **{name: arguments[name][first : first + size] for name in samples}}
         found = backward.gradients(grad[first : first + size] if samples else grad, piece, list(asked))
-        for name, value in found.items():
+        for name, result in results.items():
             if name in samples:
-                results[name][first : first + size].copy_(value)
+                result[first : first + size].copy_(found[name])
             else:
-                results[name].add_(value)
+                result.add_(found[name])
     return [result.to(asked[name].dtype) for name, result in results.items()]
 
 
