@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import torch_private
+from . import gradients, torch_private
 from .command import in_a_word
 from .conditions import same_shape
 from .guarded import Guarded
@@ -41,11 +41,15 @@ class Emitter:
         self._match = match
         self._guarded = guarded
         self._last = copied[match.last.result]
+        self._is_trained = gradients.is_needed(match)
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A call of `target`, an op such as `torch.ops.mine.op.default` or a function of torch's, with its example value computed on fake
-        tensors by the op's fake. An op that writes to its arguments is refused."""
+        tensors by the op's fake. Where the chain's result needs a gradient, the op's twin `<op>_training` takes its place, if there is one.
+        An op that writes to its arguments is refused."""
         target = torch_private.overload_of(target)
+        if isinstance(target, torch._ops.OpOverload) and self._is_trained:
+            target = gradients.twin_of(target.name().partition(".")[0]) or target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             raise self._guarded.mistake(f"emits {target}, which writes to its arguments", "it should emit ops that return new tensors")
         args, kwargs = self._own(args), {name: self._own(value) for name, value in kwargs.items()}

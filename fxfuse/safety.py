@@ -16,7 +16,7 @@ from torch import fx
 from . import torch_private
 from .match import Match, describe, listed
 from .report import location_of
-from .values import ModuleParameter, attribute_of, name_of, value_of
+from .values import ModuleParameter, name_of, value_of
 from .view import GraphView
 from .writes import written
 
@@ -27,7 +27,7 @@ DEVICES = ("cuda", "cpu")
 
 def refusal(view: GraphView, match: Match) -> Refusal | None:
     """The first reason why replacing the match would not be safe, or None."""
-    checks = (unknown_values, outside_readers, inner_operands, foreign_writes, writes_between, state_changes, devices, gradients)
+    checks = (unknown_values, outside_readers, inner_operands, foreign_writes, writes_between, state_changes, devices)
     return next((found for check in checks for found in check(view, match)), None)
 
 
@@ -137,24 +137,6 @@ def devices(view: GraphView, match: Match) -> Iterator[Refusal]:
         value = value_of(argument)
         if isinstance(value, torch.Tensor) and value.device != device and (value.dim() > 0 or value.device.type != "cpu"):
             yield match.anchor.node, f"{name_of(argument)} is on {value.device}, {match.subject} on {device}"
-
-
-def gradients(view: GraphView, match: Match) -> Iterator[Refusal]:
-    """The ops have no backward; in a training graph they would cut the gradient with no more than a warning."""
-    needed = any(call.value.requires_grad for call in match.present)
-    # The values in an export graph are detached: there the parameters themselves must say it.
-    needed = needed or (torch.is_grad_enabled() and any(_is_trained(argument) for argument in external_inputs(match)))
-    if needed:
-        yield (
-            match.anchor.node,
-            "the result needs a gradient and the fused ops have none: call the model under torch.no_grad() or torch.inference_mode() "
-            "(model.eval() alone does not turn gradients off)",
-        )
-
-
-def _is_trained(argument: fx.Node | ModuleParameter) -> bool:
-    real = argument.value if isinstance(argument, ModuleParameter) else attribute_of(argument) if argument.op == "get_attr" else None
-    return isinstance(real, torch.Tensor) and real.requires_grad
 
 
 def _span(view: GraphView, match: Match) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from . import gradients
 from .chain import Implementation, first_failure
 from .choose import Cost, decide, rates_of
 from .guarded import Guarded
@@ -13,6 +14,10 @@ from .options import Options
 from .report import Candidate
 
 INDUCTOR = "inductor"
+UNMEASURED = (
+    'the result needs a gradient, and under fxfuse.select="auto" such chains are left to Inductor, since none was measured in training: for '
+    "inference call the model under torch.no_grad() or torch.inference_mode() (model.eval() alone does not turn gradients off)"
+)
 
 # Measured milliseconds by op name, and of Inductor under INDUCTOR; or the sentence why nothing was timed.
 Timer = Callable[[Match, Sequence[Implementation]], "Mapping[str, float] | str"]
@@ -35,6 +40,9 @@ def weigh(match: Match, options: Options, timer: Timer | None, missing: str | No
     reasons = {i.op: _reason(match, i, missing) for i in match.chain.implementations}
     possible = [i for i in match.chain.implementations if reasons[i.op] is None]
     impossible = [Candidate(op, reason) for op, reason in reasons.items() if reason is not None]
+    if possible and options.select == "auto" and gradients.is_needed(match):
+        left = [*impossible, *(Candidate(i.op, UNMEASURED) for i in possible)]
+        return Weighed(None, UNMEASURED, tuple(left))
     if timer is None or options.select != "auto" or not possible:
         return _by_rule(match, options, possible, impossible)
     times = timer(match, possible)
@@ -46,6 +54,11 @@ def weigh(match: Match, options: Options, timer: Timer | None, missing: str | No
 def _reason(match: Match, implementation: Implementation, missing: str | None) -> str | None:
     if missing is not None and implementation.is_own:
         return missing
+    if gradients.is_needed(match) and gradients.twin_of(implementation.qualified) is None:
+        return (
+            "the result needs a gradient and the op has none: call the model under torch.no_grad() or torch.inference_mode() (model.eval() "
+            "alone does not turn gradients off)"
+        )
     return first_failure(Guarded(match.chain.name, "takes", implementation.takes).conditions(**match.calls))
 
 
