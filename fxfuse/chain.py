@@ -52,7 +52,9 @@ class Step:
 class Implementation:
     """One way to compute a chain.
 
-    op: the op's name as the report shows it: "namespace::name", or the name alone of an op of fxfuse's own, in the `fxfuse` namespace.
+    op: the op's name as the report shows it: "namespace::name", or the name alone of an op of fxfuse's own, in the `fxfuse` namespace. Where
+    the chain's result needs a gradient `<op>_training`, an op of the same arguments that autograd knows, takes its place; without such an op
+    the chain is left alone there.
     takes: yields (holds, sentence); the first that does not hold is why this implementation is passed over.
     replace: replace(emit, ...) emits the replacement with `emit(op, *args)` (see `fxfuse.Emitter`) and returns the node whose value is the
     chain's result, of the same shape, dtype and device.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from .chain import Condition
 from .match import Match
 from .safety import external_inputs
 from .values import ModuleParameter, attribute_of
@@ -28,6 +30,20 @@ def twin_of(qualified: str) -> Any:
     namespace, _, name = qualified.partition("::")
     packet = getattr(getattr(torch.ops, namespace), f"{name}{SUFFIX}", None)
     return None if packet is None else packet.default
+
+
+def conditions(match: Match, qualified: str, select: str) -> Iterator[Condition]:
+    """What must hold for an op to take the place of a chain whose result needs a gradient."""
+    if not is_needed(match):
+        return
+    yield twin_of(qualified) is not None, (
+        "the result needs a gradient and the op has none: call the model under torch.no_grad() or torch.inference_mode() (model.eval() alone "
+        "does not turn gradients off)"
+    )
+    yield select != "auto", (
+        'the result needs a gradient, and select="auto" takes nothing that was not measured in training: for inference call the model under '
+        "torch.no_grad() or torch.inference_mode() (model.eval() alone does not turn gradients off)"
+    )
 
 
 def _is_trained(argument: fx.Node | ModuleParameter) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,6 @@ from .options import Options
 from .report import Candidate
 
 INDUCTOR = "inductor"
-UNMEASURED = (
-    'the result needs a gradient, and under fxfuse.select="auto" such chains are left to Inductor, since none was measured in training: for '
-    "inference call the model under torch.no_grad() or torch.inference_mode() (model.eval() alone does not turn gradients off)"
-)
 
 # Measured milliseconds by op name, and of Inductor under INDUCTOR; or the sentence why nothing was timed.
 Timer = Callable[[Match, Sequence[Implementation]], "Mapping[str, float] | str"]
@@ -37,12 +34,9 @@ def weigh(match: Match, options: Options, timer: Timer | None, missing: str | No
 
     missing: why the ops of fxfuse's own cannot be used, if they cannot. Raises PassError for a mistake in the chain.
     """
-    reasons = {i.op: _reason(match, i, missing) for i in match.chain.implementations}
+    reasons = {i.op: _reason(match, i, options, missing) for i in match.chain.implementations}
     possible = [i for i in match.chain.implementations if reasons[i.op] is None]
     impossible = [Candidate(op, reason) for op, reason in reasons.items() if reason is not None]
-    if possible and options.select == "auto" and gradients.is_needed(match):
-        left = [*impossible, *(Candidate(i.op, UNMEASURED) for i in possible)]
-        return Weighed(None, UNMEASURED, tuple(left))
     if timer is None or options.select != "auto" or not possible:
         return _by_rule(match, options, possible, impossible)
     times = timer(match, possible)
@@ -51,15 +45,11 @@ def weigh(match: Match, options: Options, timer: Timer | None, missing: str | No
     return _by_times(match, times, possible, impossible)
 
 
-def _reason(match: Match, implementation: Implementation, missing: str | None) -> str | None:
+def _reason(match: Match, implementation: Implementation, options: Options, missing: str | None) -> str | None:
     if missing is not None and implementation.is_own:
         return missing
-    if gradients.is_needed(match) and gradients.twin_of(implementation.qualified) is None:
-        return (
-            "the result needs a gradient and the op has none: call the model under torch.no_grad() or torch.inference_mode() (model.eval() "
-            "alone does not turn gradients off)"
-        )
-    return first_failure(Guarded(match.chain.name, "takes", implementation.takes).conditions(**match.calls))
+    taken = Guarded(match.chain.name, "takes", implementation.takes).conditions(**match.calls)
+    return first_failure(itertools.chain(taken, gradients.conditions(match, implementation.qualified, options.select)))
 
 
 def _cost(match: Match, implementation: Implementation) -> Cost | None:
@@ -107,4 +97,8 @@ def _kernel(cost: Cost | None) -> str:
 
 
 def _sentence(candidates: Sequence[Candidate]) -> str:
-    return "; ".join(f"{candidate.op}: {candidate.verdict}" for candidate in candidates)
+    """What is said of each op, once for those of which the same is said."""
+    ops: dict[str, list[str]] = {}
+    for candidate in candidates:
+        ops.setdefault(candidate.verdict, []).append(candidate.op)
+    return "; ".join(f"{', '.join(names)}: {verdict}" for verdict, names in ops.items())

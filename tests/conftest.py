@@ -12,7 +12,7 @@ from fxfuse import library, registry
 from fxfuse.toolchain import BuildError, find_cxx
 
 COVERAGE = pytest.StashKey[list[tuple[str, ...]]]()
-HEADERS = ("chain", "captured by", "spelling", "verdict")
+HEADERS = ("chain", "captured by", "spelling", "verdict", "in training")
 OPTION_VARIABLES = ("FXFUSE_SELECT", "FXFUSE_STRICT", "FXFUSE_PASSES", "FXFUSE_MODE", "FXFUSE_DUMP", "FXFUSE_LOG")
 
 
@@ -34,12 +34,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         from tabulate import tabulate
 
         terminalreporter.section(f"pattern coverage: {len(rows)} spellings")
-        terminalreporter.write_line(tabulate(rows, headers=HEADERS, tablefmt="simple", maxcolwidths=[None, None, 44, 72]))
+        terminalreporter.write_line(tabulate(rows, headers=HEADERS, tablefmt="simple", maxcolwidths=[None, None, 44, 72, None]))
 
 
 @pytest.fixture
 def cover(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Adds a row (chain, captured by, spelling, verdict) to the coverage table."""
+    """Adds a row (chain, captured by, spelling, verdict, in training) to the coverage table."""
     return lambda *row: request.config.stash[COVERAGE].append(row)
 
 

@@ -137,6 +137,15 @@ def of_registered(chain: fxfuse.Chain, run: Callable[..., Any], *inputs: Any) ->
         return seen(on_cpu(run, *inputs))
 
 
+def needing_a_gradient(run: Callable[..., Any], *inputs: tuple[int, ...], select: str = "always") -> Report:
+    return fuse(dynamo_graph(run, *(torch.zeros(given, requires_grad=True) for given in inputs)), select)[1]
+
+
+def of_training() -> Report:
+    with fxfuse.register(conv_relu()):
+        return needing_a_gradient(lambda x, w: torch.conv2d(x, w).relu(), X2, W2)
+
+
 def of_views(run: Callable[[torch.Tensor], torch.Tensor]) -> Report:
     view = fxfuse.Word("view", fxfuse.Spelling(torch.ops.aten.reshape.default, methods=("view",)))
     return of_registered(of_steps("views", ("view", ("sin", "view")), (view, SIN), names=("view", "then")), run, (4, 4))
@@ -178,6 +187,8 @@ def failing_inductor(patch: pytest.MonkeyPatch) -> Report:
 
 # fmt: off
 CASES: dict[str, Callable[[pytest.MonkeyPatch], Report]] = {
+    "the result needs a gradient and the op has none": lambda patch: of_training(),
+    'select="auto" takes nothing that was not measured in training': lambda patch: needing_a_gradient(conv_gelu_pool, X2, W2, select="auto"),
     'fxfuse.select is "never"': lambda patch: seen(on_cpu(conv_gelu_pool, X2, W2), "never"),
     "add already belongs to another": lambda patch: seen(on_cpu(two_convolutions, X3, W3, W3)),
     "holds no example value for the result of conv": lambda patch: seen(fx.symbolic_trace(ConvGeluPool())),

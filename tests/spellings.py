@@ -33,7 +33,8 @@ class Row:
     capture: Callable[..., fx.GraphModule] = dynamo_graph
     around: Callable[[], AbstractContextManager[Any]] = torch.no_grad
 
-    def graph(self) -> fx.GraphModule:
+    def graph(self, needs_gradient: bool = False) -> fx.GraphModule:
+        """needs_gradient: the weights', and so the chain's result, in place of what `around` says."""
         specs = {**self.inputs, **self.given}
         # Export and symbolic_trace make fake tensors themselves.
         with fake_mode() if self.capture is dynamo_graph else nullcontext():
@@ -41,7 +42,10 @@ class Row:
             names = ["x"] if module else inspect.signature(self.run).parameters
             tensors = [torch.zeros(spec) if isinstance(spec, tuple) else spec() for spec in (specs[name] for name in names)]
             run = self.run() if module else self.run
-            with self.around():
+            for name, tensor in zip(names, tensors):
+                if needs_gradient and name.startswith("w"):
+                    tensor.requires_grad_()
+            with torch.enable_grad() if needs_gradient else self.around():
                 return self.capture(run, *tensors)
 
 

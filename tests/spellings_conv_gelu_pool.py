@@ -245,7 +245,6 @@ ROWS = [
     row("autocast ends between", autocast_ends_between, "_exit_autocast changes how ops run"),
     row("autocast disabled between", autocast_disabled_between, "_enter_autocast changes how ops run"),
     row("grad mode changes between", grad_mode_changes_between, "changes how ops run"),
-    row("grad on", lambda x, w: tail(conv2(x, w)), "torch.no_grad()", w=trainable(8, 4, 3, 3), around=torch.enable_grad),
     row(
         "float64",
         lambda x, w: tail(conv2(x, w)),

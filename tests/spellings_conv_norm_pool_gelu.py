@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from models import ConvNormPoolGelu, exported_graph, traced_graph
 from models import norm_pool_gelu as tail
-from spellings import NO_CANDIDATE, After, autocast, spelling, trainable, zeros
+from spellings import NO_CANDIDATE, After, autocast, spelling, zeros
 from torch import nn
 
 aten, gelu, conv3, pool3 = torch.ops.aten, F.gelu, torch.conv3d, F.adaptive_avg_pool3d
@@ -258,7 +258,6 @@ ROWS = [
     row("adaptive pool", lambda x, w: gelu(pool3(norm(conv3(x, w)), 2)), "layer_norm is followed by adaptive_avg_pool"),
     row("two norms", lambda x, w: tail(norm(conv3(x, w))), "layer_norm is followed by layer_norm"),
     row("only a conv", lambda x, w: conv3(x, w).relu(), NO_CANDIDATE),
-    row("grad on", lambda x, w: tail(conv3(x, w)), "torch.no_grad()", w=trainable(8, 4, 3, 3, 3), around=torch.enable_grad),
     row(
         "meta device",
         lambda x, w: tail(conv3(x, w)),

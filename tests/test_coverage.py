@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import spellings_conv_gelu_pool
 import spellings_conv_norm_pool_gelu
+import torch
 from models import dynamo_graph, fuse, fused_nodes, traced_graph
 from spellings import NO_CANDIDATE, Row
 from torch import fx
@@ -28,7 +29,7 @@ def test_verdict(row: Row, cover: Callable[..., None]) -> None:
         graph, report = fuse(gm, select="tail")
     own = [record for record in (*report.fused, *report.declined) if record.chain == row.chain]
     verdict = " | ".join(record.op if record in report.fused else record.reason for record in own) or NO_CANDIDATE
-    cover(row.chain, _captured_by(row), row.name, verdict)
+    cover(row.chain, _captured_by(row), row.name, verdict, _in_training(row, gm))
     assert str(gm.graph) == before, "the graph that was given has changed"
     if row.declined:
         assert not report.fused and graph is gm.graph
@@ -62,6 +63,23 @@ def kinds(values: list[Any]) -> list[tuple[Any, ...]]:
 
 def value_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _in_training(row: Row, inference: fx.GraphModule) -> str:
+    """The op that a fused row becomes where its result needs a gradient; empty for rows that have a grad mode, or an exporter's, of their own."""
+    if row.declined or row.capture is not dynamo_graph or row.around is not torch.no_grad:
+        return ""
+    # Autograd asks the device of a tensor that needs a gradient for its streams: not of one that is not there.
+    devices = {value.device.type for value in map(value_of, inference.graph.nodes) if isinstance(value, torch.Tensor)}
+    if "cuda" in devices and not torch.cuda.is_available():
+        return "(needs a GPU)"
+    gm = row.graph(needs_gradient=True)
+    graph, report = fuse(gm, select="tail")
+    assert len(report.fused) == 1, [record.reason for record in report.declined]
+    check_rewrite(gm.graph, graph, report.fused[0].nodes)
+    (node,) = fused_nodes(graph)
+    assert node.target.name() == f"fxfuse::{OPS[row.chain]}_training" and value_of(node).requires_grad
+    return node.target.name().removeprefix("fxfuse::")
 
 
 def _captured_by(row: Row) -> str:

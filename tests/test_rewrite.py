@@ -79,7 +79,7 @@ def test_options() -> None:
             fxfuse.rewrite(gm, image(), stric=True)
 
 
-def test_with_grad_on_the_chain_is_left_alone() -> None:
+def test_with_grad_on_the_chain_is_left_alone_by_default() -> None:
     gm = fx.symbolic_trace(ConvGeluPool())
-    fused, report = fxfuse.rewrite(gm, image(), select="always")
+    fused, report = fxfuse.rewrite(gm, image())
     assert fused is gm and "torch.no_grad()" in reasons(report)[0]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import ConvGeluPool, dynamo_graph, exported_graph, fake_mode, fuse, gelu_pool, norm_pool_gelu, reasons, traced_graph
-from torch import fx, nn
+from models import ConvGeluPool, dynamo_graph, fake_mode, fuse, gelu_pool, norm_pool_gelu, reasons, traced_graph
+from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 X, W, B = (2, 4, 8, 8), (8, 4, 3, 3), (8,)
@@ -197,30 +197,3 @@ def test_devices() -> None:
         bias = next(node for node in gm.graph.find_nodes(op="placeholder") if node.name == "l_b_")
         bias.meta["example_value"] = torch.zeros(B, device="cuda:1")
     assert "l_b_ is on cuda:1, the convolution on cuda:0" in only_reason(gm)
-
-
-@pytest.mark.parametrize("capture", [traced_graph, exported_graph])
-def test_parameters_need_a_gradient_where_grad_is_on(capture: Callable[..., fx.GraphModule]) -> None:
-    gm = capture(ConvGeluPool(), torch.zeros(X))
-    _, report = fuse(gm)
-    assert "call the model under torch.no_grad()" in reasons(report)[0]
-    frozen = capture(ConvGeluPool().requires_grad_(False), torch.zeros(X))
-    _, report = fuse(frozen)
-    assert report.fused
-
-
-def test_an_input_that_needs_a_gradient() -> None:
-    with fake_mode():
-        x, w = torch.zeros(X, requires_grad=True), torch.zeros(W)
-        gm = dynamo_graph(lambda x, w: gelu_pool(torch.conv2d(x, w)), x, w)
-        _, report = fuse(gm)
-        assert "(model.eval() alone does not turn gradients off)" in reasons(report)[0]
-        gm = dynamo_graph(lambda x, w: gelu_pool(torch.conv2d(x.detach(), w)), x, w)
-        assert is_fused(gm)
-
-
-def test_eval_mode_alone_is_a_training_graph() -> None:
-    with fake_mode():
-        model = nn.Sequential(ConvGeluPool(), nn.Flatten()).eval()
-        _, report = fuse(dynamo_graph(model, torch.zeros(X)))
-    assert "torch.no_grad()" in reasons(report)[0] and report.declined[0].reached == "pool"
