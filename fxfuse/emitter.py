@@ -55,12 +55,15 @@ class Emitter:
         args, kwargs = self._own(args), {name: self._own(value) for name, value in kwargs.items()}
         values, named = fx.map_arg(args, value_of), fx.map_arg(kwargs, value_of)
         try:
-            with torch_private.fake_mode_of((values, named)):
+            # Autograd would hand what it saves to the hooks of an activation checkpoint around the compilation.
+            with torch_private.fake_mode_of((values, named)), torch.no_grad():
                 value = target(*values, **named)
         except torch_private.Restart:
             raise
         except Exception as error:
             raise self._guarded.mistake(f"emits {target}, which raises {in_a_word(error)}", "its fake should take these arguments", error) from error
+        if self._is_trained and isinstance(value, torch.Tensor) and value.is_floating_point():
+            value.requires_grad_()
         node = self._create("call_function", target, args, kwargs)
         self._annotate(node, value)
         return node

@@ -42,9 +42,9 @@ class Row:
             names = ["x"] if module else inspect.signature(self.run).parameters
             tensors = [torch.zeros(spec) if isinstance(spec, tuple) else spec() for spec in (specs[name] for name in names)]
             run = self.run() if module else self.run
-            for name, tensor in zip(names, tensors):
-                if needs_gradient and name.startswith("w"):
-                    tensor.requires_grad_()
+            weights = [tensor for name, tensor in zip(names, tensors) if name.startswith("w")]
+            for tensor in (weights or tensors) if needs_gradient else ():
+                tensor.requires_grad_()
             with torch.enable_grad() if needs_gradient else self.around():
                 return self.capture(run, *tensors)
 

@@ -1,0 +1,305 @@
+"""Training through `torch.compile(backend="fxfuse")` on the CPU: gradients as eager's, alone and together with what training code uses."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import ConvGeluPool, ConvNormPoolGelu
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxfuse
+
+pytestmark = pytest.mark.compiler
+
+STRICT = {"fxfuse.strict": True, "fxfuse.select": "always"}
+
+
+@pytest.fixture(autouse=True)
+def clean(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    assert not [record for record in caplog.get_records("call") if record.name.startswith("fxfuse")]
+
+
+class Net(nn.Module):
+    """Both chains between ops that Inductor compiles: [N, 4, 6, 6, 12] -> [N, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volume, self.norm = ConvNormPoolGelu(), nn.BatchNorm3d(8)
+        self.head, self.linear = ConvGeluPool(3), nn.Linear(8, 10)
+        self.head.conv = nn.Conv3d(8, 8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.head(self.norm(self.volume(x))).flatten(1))
+
+
+def volume(batch: int = 3) -> torch.Tensor:
+    return torch.randn(batch, 4, 6, 6, 12)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-4) -> None:
+    """Of what the layer norm takes away (the convolution's bias, the sum's weight) both sides have nothing but rounding."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        noise = name in ("volume.conv.bias", "volume.sum_weight")
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=rtol if noise else rtol * value.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}")
+
+
+def both(model: nn.Module, step: Callable[[Callable[..., Any]], Any], rtol: float = 1e-4, **options: Any) -> tuple[Any, Any]:
+    """Runs `step` with eager and with the compiled model, and compares gradients; what it returned for each."""
+    twin = copy.deepcopy(model)
+    expected = step(twin)
+    found = step(torch.compile(model, backend="fxfuse", options=STRICT, **options))
+    assert_same(gradients(model), gradients(twin), rtol)
+    return found, expected
+
+
+def backward(model: Callable[..., Any], x: torch.Tensor | None = None) -> torch.Tensor:
+    torch.manual_seed(1)
+    out = model(volume() if x is None else x)
+    out.square().sum().backward()
+    return out.detach()
+
+
+def test_gradients_are_eagers() -> None:
+    found, expected = both(Net(), backward)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert [fused.op for fused in fxfuse.reports()[-1].fused] == ["norm_pool_gelu", "gelu_pool"]
+
+
+def test_eval_mode_without_no_grad() -> None:
+    both(Net().eval(), backward)
+
+
+def test_gradient_of_the_input() -> None:
+    x = volume()
+
+    def step(model: Callable[..., Any]) -> torch.Tensor:
+        own = x.clone().requires_grad_()
+        model(own).square().sum().backward()
+        return own.grad
+
+    found, expected = both(Net(), step)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_batches_of_every_size_by_one_compilation() -> None:
+    model = Net()
+    compiled = torch.compile(model, backend="fxfuse", options=STRICT, dynamic=True)
+    before = len(fxfuse.reports())
+    for batch in (2, 3, 5):
+        model.zero_grad()
+        twin = copy.deepcopy(model)
+        x = volume(batch)
+        backward(compiled, x), backward(twin, x)
+        assert_same(gradients(model), gradients(twin))
+    assert len(fxfuse.reports()) == before + 1
+
+
+def test_channels_last() -> None:
+    model = Net().to(memory_format=torch.channels_last_3d)
+    x = volume().contiguous(memory_format=torch.channels_last_3d)
+    both(model, lambda m: backward(m, x))
+
+
+def test_gradients_add_up() -> None:
+    def step(model: Callable[..., Any]) -> None:
+        for batch in (2, 3):
+            torch.manual_seed(batch)
+            model(volume(batch)).square().mean().backward()
+
+    both(Net(), step, dynamic=True)
+
+
+@pytest.mark.parametrize("frozen", ["volume.conv.weight", "head", "volume"])
+def test_frozen_parameters(frozen: str) -> None:
+    model = Net()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    both(model, backward)
+
+
+def test_hooks_on_parameters_and_results() -> None:
+    def step(model: Any) -> list[str]:
+        seen: list[str] = []
+        model.volume.conv.weight.register_hook(lambda grad: seen.append("gradient") or grad * 2)
+        model.head.conv.weight.register_post_accumulate_grad_hook(lambda weight: seen.append("accumulated"))
+        out = model(x)
+        out.register_hook(lambda grad: seen.append("result") or grad * 3)
+        out.sum().backward()
+        return seen
+
+    x = volume()
+    found, expected = both(Net(), step)
+    assert sorted(found) == sorted(expected) == ["accumulated", "gradient", "result"]
+
+
+def test_an_optimizer_in_the_compiled_step() -> None:
+    losses = {}
+    for kind in ("eager", "fxfuse"):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model, x = Net(), volume()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+        def step() -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = step if kind == "eager" else torch.compile(step, backend="fxfuse", options={"fxfuse.select": "always"})
+        losses[kind] = [run().item() for _ in range(8)]
+    assert losses["fxfuse"] == pytest.approx(losses["eager"], rel=1e-4) and losses["eager"][-1] < losses["eager"][0]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    """The body of a checkpoint is left alone; one around the compiled model runs it twice."""
+    model = Net()
+    twin = copy.deepcopy(model)
+    x = volume().requires_grad_()
+    backward(lambda x: checkpoint(twin, x, use_reentrant=reentrant), x)
+    compiled = torch.compile(model, backend="fxfuse", options=STRICT)
+    backward(lambda x: checkpoint(compiled, x, use_reentrant=reentrant), x)
+    assert_same(gradients(model), gradients(twin))
+    model.zero_grad()
+    torch._dynamo.reset()
+    whole = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), backend="fxfuse", options={"fxfuse.select": "always"})
+    backward(whole, x)
+    assert_same(gradients(model), gradients(twin))
+
+
+def test_torch_func_over_a_functional_call() -> None:
+    """Under a torch.func transform chains are left alone, and say so."""
+    model, x = Net().eval(), volume()
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    expected = torch.func.grad(loss)(parameters)
+    found = torch.compile(torch.func.grad(loss), backend="fxfuse", options={"fxfuse.select": "always"})(parameters)
+    assert_same(dict(found), dict(expected))
+    assert all("torch.func transform" in declined.reason for declined in fxfuse.reports()[-1].declined)
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    model, x = Net(), volume().requires_grad_()
+    compiled = torch.compile(model, backend="fxfuse", options=STRICT)
+    with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
+        (grad,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+        grad.sum().backward()
+
+
+def test_compiled_autograd() -> None:
+    def step(model: Callable[..., Any]) -> None:
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            backward(model)
+
+    both(Net(), step)
+
+
+@pytest.mark.parametrize("where", ["outside", "inside", "disabled inside"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+def test_autocast(where: str, dtype: torch.dtype) -> None:
+    """Dtypes are eager's, and values to what 16 bits resolve."""
+    model = Net()
+    forward = model.forward
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            if where == "inside":
+                return forward(x)
+            with torch.autocast("cpu", enabled=False):
+                y = model.volume(x)
+            return model.linear(model.head(model.norm(y)).flatten(1))
+
+    run = {"outside": lambda x: model(x), "inside": inside, "disabled inside": inside}[where]
+
+    def step(run: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype, enabled=where == "outside"):
+            out = run(volume())
+        out.float().square().sum().backward()
+        return out.detach(), {name: grad.clone() for name, grad in gradients(model).items()}
+
+    out, expected = step(run)
+    compiled_out, found = step(torch.compile(run, backend="fxfuse", options={"fxfuse.select": "always"}))
+    assert compiled_out.dtype == out.dtype and {n: g.dtype for n, g in found.items()} == {n: g.dtype for n, g in expected.items()}
+    torch.testing.assert_close(compiled_out, out, rtol=5e-2, atol=5e-2)
+    for name, value in expected.items():
+        if name not in ("volume.conv.bias", "volume.sum_weight"):
+            assert (found[name] - value).norm() <= 5e-2 * value.norm(), name
+    assert len(fxfuse.reports()[-1].fused) == 2
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+sys.path.insert(0, {tests!r})
+from test_training_compiled import Net, STRICT, backward, volume
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+rank, model, twin = dist.get_rank(), Net().eval(), None
+import copy
+model.volume.sum_weight = nn.Parameter(torch.ones(1))  # fully_shard takes no scalars
+twin = copy.deepcopy(model)
+x = [volume(2), volume(2)]
+torch.cat(x)
+twin(torch.cat(x)).square().sum().div(2).backward()
+{parallel}
+wrapped(x[rank]).square().sum().backward()
+for (name, p), q in zip(model.named_parameters(), twin.parameters()):
+    grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+    if name not in ("volume.conv.bias", "volume.sum_weight"):
+        torch.testing.assert_close(grad, q.grad, rtol=1e-3, atol=1e-4, msg=lambda m: name + ": " + m)
+import fxfuse
+print("fused", sum(len(report.fused) for report in fxfuse.reports()))
+dist.destroy_process_group()
+"""
+DDP = 'wrapped = torch.compile(nn.parallel.DistributedDataParallel(model), backend="fxfuse", options=STRICT)'
+FSDP = """
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh("cpu", (2,))
+for part in (model.volume, model.head): fully_shard(part, mesh=mesh)
+fully_shard(model, mesh=mesh)
+wrapped = torch.compile(model, backend="fxfuse", options={"fxfuse.select": "always"})
+"""
+
+
+@pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["DDP", "FSDP2"])
+def test_two_ranks(parallel: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = RANKS.format(tests=os.path.dirname(__file__), parallel=parallel)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    printed = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], printed[0][-3000:]
+    assert all("fused 2" in text for text in printed), printed[0][-3000:]
