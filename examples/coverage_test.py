@@ -34,7 +34,7 @@ class Head(nn.Module):
 
 @pytest.fixture
 def x() -> Iterator[torch.Tensor]:
-    with torch.no_grad():  # as in inference; with gradients on no chain is fused
+    with torch.no_grad():  # as in inference: with gradients on, other ops take the chains' place
         yield torch.randn(2, 8, 32, 32)
 
 

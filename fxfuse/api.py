@@ -69,7 +69,7 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     gm: from `torch.fx.symbolic_trace`, `torch.export.export(...).module()` or a Dynamo graph; it and its modules are never modified.
     example_inputs: needed where the graph holds no example values; only their shapes, strides, dtypes and devices are read.
     options: `select`, `strict`, `passes` as in `fxfuse.options`.
-    The ops have no backward, so chains whose result needs a gradient are declined: call under `torch.no_grad()`.
+    Where a chain's result needs a gradient, "auto" declines it and "always" emits ops that have one: call under `torch.no_grad()` for inference.
     Raises OptionError for a bad option, NotFusedError under `strict` for a candidate that is left alone.
     """
     own, _ = split({f"fxfuse.{name}": value for name, value in options.items()}, chain_names())

@@ -30,6 +30,9 @@ def switched(precision: str) -> Iterator[None]:
     """cuDNN's fp32 convolutions in "tf32" or "ieee" within it."""
     conv = torch.backends.cudnn.conv
     before = conv.fp32_precision
+    if before == precision:
+        yield
+        return
     conv.fp32_precision = precision
     try:
         yield

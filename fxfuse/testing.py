@@ -32,7 +32,7 @@ def assert_fused(
     """Asserts how often each chain is fused when `torch.compile(model, backend="fxfuse")` is called with these arguments; the report.
 
     It is `fxfuse.explain` underneath: no kernel runs, nothing is compiled, and the model stays as it is. The caller's grad mode counts, as
-    there: with gradients on, chains are declined, and the message says torch.no_grad().
+    there: with gradients on, "auto" declines chains, and the message says torch.no_grad().
 
     args: the model's arguments as a tuple or list; anything else is its only argument. kwargs: its keyword arguments.
     expected: chain name -> times, exactly. 0: none may be fused. Chains that are not named are not checked.
