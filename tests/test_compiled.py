@@ -309,3 +309,14 @@ def test_numbers_that_vary_from_call_to_call(cold: None) -> None:
         for scale in (1.5, 2.5, 3.5):
             torch.testing.assert_close(compiled(x, weight, scale), run(x, weight, scale))
     assert dict(counters["fxfuse"]) == {"conv_gelu_pool": 2}
+
+
+def test_a_profile_shows_the_ops_with_their_shapes() -> None:
+    model, inputs = Both().eval(), (volume(), image())
+    compiled = torch.compile(model, backend="fxfuse", options=STRICT)
+    with torch.no_grad():
+        compiled(*inputs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            compiled(*inputs)
+    shapes = {event.name: event.input_shapes[0] for event in profile.events() if event.name.startswith("fxfuse::")}
+    assert shapes == {"fxfuse::norm_pool_gelu": [2, 8, 6, 6, 12], "fxfuse::gelu_pool": [2, 8, 6, 7]}
