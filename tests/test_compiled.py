@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import ConvGeluPool, ConvNormPoolGelu, reasons
+from models import ConvGeluPool, ConvNormPoolGelu
 from reference import assert_within_contract
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-import fxfuse
 
 pytestmark = pytest.mark.compiler
 
@@ -179,15 +178,15 @@ def test_with_and_without_grad_in_turn() -> None:
         check(compiled, model, *inputs)
     assert dict(counters["fxfuse"]) == BOTH and not counters["fxfuse_declined"]
     results, expected = compiled(*inputs), model(*inputs)
-    assert dict(counters["fxfuse"]) == BOTH and dict(counters["fxfuse_declined"]) == BOTH
-    assert all("torch.no_grad()" in reason for reason in reasons(fxfuse.reports()[-1]))
+    twice = {name: 2 for name in BOTH}
+    assert dict(counters["fxfuse"]) == twice and not counters["fxfuse_declined"]
     parameters = dict(model.named_parameters())
     gradients, right = (torch.autograd.grad(sum(r.square().sum() for r in of), parameters.values()) for of in (results, expected))
     for name, gradient, expected_gradient in zip(parameters, gradients, right, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-4, msg=lambda text: f"gradient of {name}: {text}")
     with torch.no_grad():
         check(compiled, model, *inputs)
-    assert dict(counters["fxfuse"]) == BOTH, "compiled again"
+    assert dict(counters["fxfuse"]) == twice, "compiled again"
 
 
 def test_inference_mode_and_frozen_parameters() -> None:
