@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from reference import ADAPTIVE_POOLS, EAGER_FACTOR, FLOOR
 
-from fxfuse import library, training
+from fxfuse import fused, library, recompute, training
 from fxfuse.chain import chains
 
 pytestmark = pytest.mark.compiler
@@ -93,6 +93,9 @@ def of_conv_norm_pool_gelu(shape: tuple[int, ...] = (3, 4, 3, 4, 5), width: int 
     weight = torch.randn(shape[-4], 6, 3, 3, 3) / 5
     return {"input": torch.randn(shape), "weight": weight, **parameters, **defaults, "precision": "ieee", "out_dtype": None, **changed}
 
+
+# Elements of the convolution's output for a sample, of the two below.
+INNER = {"conv_gelu_pool": 6 * 9 * 9, "conv_norm_pool_gelu": 6 * 6 * 8 * 10}
 
 BARE = {"bias": None, "addend": None, "norm_weight": None, "norm_bias": None}
 CASES = {
@@ -223,6 +226,24 @@ def test_saves_its_arguments_alone() -> None:
     out = op("conv_gelu_pool_training")(*arguments.values())
     saved = [tensor.data_ptr() for tensor in out.grad_fn.saved_tensors if tensor is not None]
     assert set(saved) <= {value.data_ptr() for value in arguments.values() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("name", ["conv_gelu_pool", "conv_norm_pool_gelu"])
+def test_the_convolution_comes_again_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = {"conv_gelu_pool": lambda: of_conv_gelu_pool((5, 3, 9, 8)), "conv_norm_pool_gelu": lambda: of_conv_norm_pool_gelu((5, 4, 3, 4, 5))}[name]
+    arguments, sizes = make(), []
+    weight = arguments["weight"].requires_grad_()
+    out = op(f"{name}_training")(*arguments.values())
+
+    def convolution(*given: Any) -> torch.Tensor:
+        result = fused.convolution(*given)
+        sizes.extend([len(result)] if result.device.type == "cpu" else [])
+        return result
+
+    monkeypatch.setattr(recompute, "convolution", convolution)
+    monkeypatch.setattr(training, "PIECE_BYTES", 2 * 4 * INNER[name])
+    torch.autograd.grad(out.sum(), weight)
+    assert sizes == [2, 2, 1]
 
 
 @pytest.mark.parametrize("name", CHAINS)
