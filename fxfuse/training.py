@@ -79,18 +79,29 @@ def _needed(arguments: Arguments, tensors: Sequence[str], needs: Sequence[bool])
 def _in_pieces(backward: Backward, grad: torch.Tensor, arguments: Arguments, tensors: Sequence[str], needs: Sequence[bool]) -> list[torch.Tensor]:
     asked = _needed(arguments, tensors, needs)
     samples = [name for name in tensors if isinstance(arguments[name], torch.Tensor) and backward.is_sample(name, arguments)]
-    results = {name: torch.empty_like(value) if name in samples else torch.zeros_like(value, dtype=torch.float32) for name, value in asked.items()}
     batch = grad.shape[0] if samples else 1
-    size = max(1, PIECE_BYTES // 4 * batch // max(1, backward.inner(arguments))) if samples and backward.splits(arguments) else max(1, batch)
-    for first in range(0, batch, size):
-        piece = {**arguments, **{name: arguments[name][first : first + size] for name in samples}}
-        found = backward.gradients(grad[first : first + size] if samples else grad, piece, list(asked))
+    size = PIECE_BYTES // 4 * batch // max(1, backward.inner(arguments)) if samples and backward.splits(arguments) else batch
+    if max(1, size) >= batch > 0:
+        found = backward.gradients(grad, arguments, list(asked))
+        return [_like(value, found[name]) for name, value in asked.items()]
+    results = {name: torch.empty_like(value) if name in samples else torch.zeros_like(value, dtype=torch.float32) for name, value in asked.items()}
+    for first in range(0, batch, max(1, size)):
+        part = slice(first, first + max(1, size))
+        piece = {**arguments, **{name: arguments[name][part] for name in samples}}
+        found = backward.gradients(grad[part], piece, list(asked))
         for name, result in results.items():
             if name in samples:
-                result[first : first + size].copy_(found[name])
+                result[part].copy_(found[name])
             else:
                 result.add_(found[name])
     return [result.to(asked[name].dtype) for name, result in results.items()]
+
+
+def _like(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient in the dtype and the strides of torch.empty_like(value), which is what the fake says."""
+    result = torch.empty_like(value)
+    same = (gradient.dtype, gradient.stride()) == (value.dtype, result.stride())
+    return gradient if same else result.copy_(gradient)
 
 
 def _no_second_derivative(name: str) -> Callable[..., Any]:

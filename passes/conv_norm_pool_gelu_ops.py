@@ -96,10 +96,10 @@ def norm_pool_gelu_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], n
     """Gradients of norm_pool_gelu with respect to its input, in fp32, and what is asked for of the rest."""
     input, bias, addend = (arguments[name] for name in ("input", "bias", "addend"))
     weight, shift = (None if arguments[name] is None else arguments[name].float() for name in ("norm_weight", "norm_bias"))
-    y = input.float() if bias is None else input.float() + over_channels(bias, 3)
-    if addend is not None:
-        y = y + arguments["addend_scale"] * addend
-    y = y + arguments["addend_value"]
+    # What joins the input is added up first: mostly it is small, and one pass over the input is enough.
+    joining = arguments["addend_value"] if bias is None else over_channels(bias, 3) + arguments["addend_value"]
+    joining = joining if addend is None else joining + arguments["addend_scale"] * addend.float()
+    y = input.float() + joining
     shape = y.shape[y.dim() - arguments["norm_ndim"] :]
     normed, mean, rstd = aten.native_layer_norm(y, shape, weight, shift, arguments["eps"])
     window = [arguments[name] for name in ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")]
