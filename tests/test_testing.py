@@ -90,7 +90,7 @@ def test_a_sentence_for_each_expectation() -> None:
 
 def test_with_gradients_on_the_message_says_what_to_do() -> None:
     with torch.enable_grad():
-        sentence, table = failure(ConvGeluPool(), (image(),), {"conv_gelu_pool": 1})
+        sentence, table = failure(ConvGeluPool(), (image(),), {"conv_gelu_pool": 1}, options={})
     assert "declined 1 time" in sentence and "torch.no_grad()" in table
 
 
