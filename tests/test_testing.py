@@ -136,6 +136,12 @@ def test_expectations_that_make_no_sense(expected: dict[str, int], sentence: str
         assert_fused(ConvGeluPool(), (image(),), expected)
 
 
+@pytest.mark.parametrize("expected", [["conv_gelu_pool"], "conv_gelu_pool", 1])
+def test_expectations_that_are_no_mapping(expected: object) -> None:
+    with pytest.raises(TypeError, match=r"is no mapping; give how often each chain is fused, such as {'conv_gelu_pool': 1}"):
+        assert_fused(ConvGeluPool(), (image(),), expected)
+
+
 def test_arguments() -> None:
     def run(x: torch.Tensor, *, model: nn.Module) -> torch.Tensor:
         return model(x)
