@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
+import sys
 import time
 from dataclasses import dataclass
 
@@ -124,13 +125,16 @@ def _apart(left: Trained, right: Trained) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=60, help="at least 4: the first three are not timed (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="volumes a step (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=16, help="of a volume in each dimension (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="autocast's; float32: none")
     arguments = parser.parse_args()
+    if arguments.steps < 4:
+        parser.error(f"--steps {arguments.steps} is not at least 4")
     runs = {}
     for name in RUNS:
+        print(f"training: {name}", file=sys.stderr)
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             runs[name] = pool.apply(train, (name, arguments))
     eager = runs["eager"]
@@ -139,7 +143,7 @@ def main() -> None:
     rows = [(name, f"{run.steps_per_s:.1f}", f"{run.peak_mb:.0f}", f"{_apart(run, eager):.1e}", run.fused) for name, run in runs.items()]
     print("\n" + tabulate(rows, ("", "steps/s", "peak MB", "furthest from eager's loss", "chains fused")))
     assert runs["fxfuse"].fused == 3, "the model has three chains"
-    assert eager.losses[-1] < 0.8 * eager.losses[0], "the model learns nothing"
+    assert arguments.steps < 60 or eager.losses[-1] < 0.8 * eager.losses[0], "the model learns nothing"
 
 
 if __name__ == "__main__":

@@ -70,8 +70,13 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     example_inputs: needed where the graph holds no example values; only their shapes, strides, dtypes and devices are read.
     options: `select`, `strict`, `passes` as in `fxfuse.options`.
     Where a chain's result needs a gradient, "auto" declines it and "always" emits ops that have one: call under `torch.no_grad()` for inference.
-    Raises OptionError for a bad option, NotFusedError under `strict` for a candidate that is left alone.
+    Raises OptionError for a bad option, NotFusedError under `strict` for a candidate that is left alone, TypeError where `gm` is not traced.
     """
+    if not isinstance(gm, fx.GraphModule):
+        raise TypeError(
+            f"rewrite takes a torch.fx.GraphModule, not {type(gm).__name__}: torch.fx.symbolic_trace(model), "
+            "or torch.export.export(model, args).module()"
+        )
     own, _ = split({f"fxfuse.{name}": value for name, value in options.items()}, chain_names())
     annotated = gm
     # Without inputs there is nothing to propagate: a chain whose shapes are not known is declined with that reason.

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import explain_command, passes_command
+from . import __version__, explain_command, passes_command
 from .bench import command as bench
 from .command import CommandError, Parser
 from .options import OptionError
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="fxfuse", description="Fuses convolution chains in torch.compile models into single ops.")
+    parser.add_argument("--version", action="version", version=f"fxfuse {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser(
         "demo",

@@ -20,6 +20,13 @@ class CommandError(Exception):
 class Parser(argparse.ArgumentParser):
     """Says what is wrong with the arguments in one line, without the usage before it."""
 
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        """Nothing stays unknown: a command would leave it to the parser above it, which names its own --help."""
+        known, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 

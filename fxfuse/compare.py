@@ -76,7 +76,8 @@ def compare(chain: Chain, inputs: Inputs, setting: Setting) -> int:
     failed = {**failed, **times.failed}
     milliseconds = medians({name: times.compared[name] for name in errors if name in times.compared})
     rows = [(name, _text(milliseconds.get(name), ".4f"), _text(errors.get(name), ".1e"), failed.get(name, "")) for name in calls]
-    print(tabulate(rows, headers=("", "ms", "error", ""), disable_numparse=True), end="\n\n")
+    columns = 4 if failed else 3
+    print(tabulate([row[:columns] for row in rows], headers=("", "ms", "error", "")[:columns], disable_numparse=True), end="\n\n")
     print(*reports()[-1:], end="\n\n")
     return _verdict(errors, failed, allowed)
 

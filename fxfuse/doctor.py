@@ -14,7 +14,8 @@ from .library import Library, Loader, check_device
 from .recipe import KINDS
 from .toolchain import BuildError, Compiler, cache_dir, find_cxx, find_ninja, find_nvcc
 
-VARIABLES = ("FXFUSE_LIBRARY_DIR", "FXFUSE_CACHE_DIR", "FXFUSE_BUILD", "CXX", "CUDACXX", "CUDA_HOME", "MAX_JOBS")
+# Beside all that begin with FXFUSE_, misspelt ones among them.
+VARIABLES = ("CXX", "CUDACXX", "CUDA_HOME", "MAX_JOBS")
 _ORIGIN = {"override": "of FXFUSE_LIBRARY_DIR", "wheel": "of the wheel", "cache": "of the cache", "built": "built just now"}
 
 Rows = list[tuple[str, str]]
@@ -81,7 +82,8 @@ def _gpus() -> Rows:
 def _tools(env: Mapping[str, str]) -> Rows:
     import torch
 
-    variables = [f"{name}={env[name]}" for name in VARIABLES if env.get(name)]
+    names = [*sorted(name for name in env if name.startswith("FXFUSE_")), *VARIABLES]
+    variables = [f"{name}={env[name]}" for name in names if env.get(name)]
     return [
         ("C++ compiler", _found(lambda: find_cxx(env))),
         ("nvcc", _found(lambda: find_nvcc(env, torch.version.cuda))),

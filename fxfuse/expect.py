@@ -35,7 +35,9 @@ class Unmet:
 
 
 def check(expected: Mapping[str, int]) -> None:
-    """Raises ValueError for a chain that does not exist or a number of times that cannot be."""
+    """Raises ValueError for a chain that does not exist or a number of times that cannot be, TypeError where `expected` is no mapping."""
+    if not isinstance(expected, Mapping):
+        raise TypeError(f"expected {expected!r} is no mapping; give how often each chain is fused, such as {{'conv_gelu_pool': 1}}")
     for name, times in expected.items():
         if name not in chain_names():
             raise ValueError(f"{name!r} is no chain; the chains are {', '.join(chain_names())}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import torch_private
 from .command import CommandError, in_a_word
 
 
@@ -28,7 +30,7 @@ def made(target: str, factory: Callable[[], Any]) -> tuple[nn.Module, tuple[Any,
         with torch.no_grad():
             result = factory()
     except (Exception, SystemExit) as error:
-        raise CommandError(f"{target} raises {in_a_word(error)}") from error
+        raise CommandError(f"{target} raises {_told(error)}") from error
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module) and isinstance(result[1], (tuple, list))):
         raise CommandError(f"{target} returns {_described(result)}, not (model, tuple of example inputs)")
     return result[0], tuple(result[1])
@@ -44,6 +46,11 @@ def device_of(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
     return next((tensor.device for tensor in tensors_of(model, inputs)), torch.device("cpu"))
 
 
+def _told(error: BaseException) -> str:
+    """What was raised, and at which line of the user's."""
+    return f"{in_a_word(error)} {torch_private.user_line(error)}".strip()
+
+
 def _described(result: Any) -> str:
     names = ", ".join(type(item).__name__ for item in result) if isinstance(result, tuple) else type(result).__name__
     return f"({names})" if isinstance(result, tuple) else names
@@ -56,7 +63,8 @@ def find(target: str) -> Callable[[], Any]:
         raise CommandError(f"{target!r} is neither module.py:factory nor package.module:factory")
     module = module_of(source)
     if not hasattr(module, name):
-        raise CommandError(f"{source} has no attribute {name!r}")
+        nearest = difflib.get_close_matches(name, [known for known, value in vars(module).items() if callable(value)], n=1)
+        raise CommandError(f"{source} has no attribute {name!r}" + (f"; the nearest is {nearest[0]!r}" if nearest else ""))
     factory = getattr(module, name)
     if not callable(factory):
         raise CommandError(f"{target} is {type(factory).__name__} {factory!r}, which cannot be called; give a function")
@@ -70,7 +78,7 @@ def module_of(source: str) -> ModuleType:
     except CommandError:
         raise
     except (Exception, SystemExit) as error:
-        raise CommandError(f"importing {source} raises {in_a_word(error)}") from error
+        raise CommandError(f"importing {source} raises {_told(error)}") from error
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -47,7 +47,7 @@ class Options:
 def split(options: Mapping[str, Any] | None, known_passes: tuple[str, ...]) -> tuple[Options, dict[str, Any]]:
     """fxfuse's own options, checked, and the rest, which is Inductor's to check.
 
-    Raises OptionError for an unknown `fxfuse.*` key or a value that the option does not take.
+    Raises OptionError for an unknown `fxfuse.*` key, an option of fxfuse's without that prefix, or a value that the option does not take.
     """
     given = dict(options or {})
     own = {key[len(PREFIX) :]: given.pop(key) for key in list(given) if str(key).startswith(PREFIX)}
@@ -58,6 +58,10 @@ def split(options: Mapping[str, Any] | None, known_passes: tuple[str, ...]) -> t
             raise OptionError(
                 f"unknown option {PREFIX + name!r}; the nearest is {PREFIX + nearest!r}; fxfuse takes {', '.join(PREFIX + n for n in names)}"
             )
+    for key in given:
+        name = str(key).removeprefix("fxfuse_")
+        if name in names:
+            raise OptionError(f"unknown option {key!r}; fxfuse's option is {PREFIX + name!r}")
     values = {}
     for name in names:
         variable = f"FXFUSE_{name.upper()}"

@@ -40,7 +40,7 @@ def assert_fused(
     it is predicted to be no slower on this device; under "always" wherever a kernel exists, so that only the model decides.
     dynamic: with every size symbolic.
     Raises AssertionError whose message is the table of what was declined, how far it got, why and at which line; ValueError for a name that
-    is no chain, and for options what `torch.compile` raises.
+    is no chain; TypeError where `expected` is no mapping; for options what `torch.compile` raises.
     """
     __tracebackhide__ = True  # pytest shows the caller's line
     expect.check(expected)

@@ -211,11 +211,11 @@ def static_capture() -> AbstractContextManager[None]:
 
 
 def user_line(error: BaseException) -> str:
-    """"at file:line" of the innermost frame outside torch and fxfuse that led to `error`; empty if there is none."""
+    """"at file:line" of the innermost frame outside torch, fxfuse and the import system that led to `error`; empty if there is none."""
     packages = tuple(os.path.dirname(os.path.abspath(module.__file__)) for module in (torch, sys.modules[__package__]))
     # What Dynamo raises while it captures has the frames that it was reading, which are not running, as an attribute.
     frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
-    frames = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(packages)]
+    frames = [f for f in frames if not f.filename.startswith("<frozen ") and not os.path.abspath(f.filename).startswith(packages)]
     return f"at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 

@@ -42,6 +42,9 @@ def wrong_input():
 
 def raises():
     raise ValueError("no weights here")
+
+def takes_arguments(size):
+    return Model(), (torch.randn(2, 3, size, size),)
 """
 REPRO = {"repro", "no_repro"}
 COMMANDS = ("demo", "doctor", "explain", "passes", "bench")
@@ -57,6 +60,8 @@ def as_if_every_library_were_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """`mine.py`, and the working directory that it is in."""
     (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "imports.py").write_text("import torch\nimport no_such_module\n")
+    (tmp_path / "no_python.py").write_text("def factory(:\n")
     monkeypatch.chdir(tmp_path)
     return "mine.py:factory"
 
@@ -81,9 +86,11 @@ def test_explain_names_the_line_that_has_to_change(model: str, capsys: pytest.Ca
 def test_explain_by_a_dotted_name_and_with_gradients(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     Path("nested").mkdir()
     Path("mine.py").rename("nested/theirs.py")
-    assert explain("nested.theirs:factory", "--grad", "--select", "always") == 0
+    assert explain("nested.theirs:factory", "--grad") == 0
     out = capsys.readouterr().out
     assert out.startswith("0 fused, 2 declined") and "torch.no_grad()" in out
+    assert explain("nested.theirs:factory", "--grad", "--select", "always") == 0
+    assert capsys.readouterr().out.startswith("1 fused, 1 declined")
 
 
 def test_expectations_that_hold(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +154,11 @@ def test_the_file(model: str) -> None:
         (["mine.py:nothing"], "has no attribute 'nothing'"),
         (["none.py:factory"], "there is no file none.py"),
         (["no_such.module:factory"], "there is no module 'no_such.module'"),
-        (["mine.py:raises"], "raises ValueError: no weights here"),
+        (["mine.py:factori"], "mine.py has no attribute 'factori'; the nearest is 'factory'"),
+        (["mine.py:raises"], f"raises ValueError: no weights here at {{}}mine.py:{line_of('no weights here')}\n"),
+        (["mine.py:takes_arguments"], "raises TypeError: takes_arguments() missing 1 required positional argument: 'size'\n"),
+        (["imports.py:factory"], "importing imports.py raises ModuleNotFoundError: No module named 'no_such_module' at {}imports.py:2\n"),
+        (["no_python.py:factory"], "importing no_python.py raises SyntaxError: invalid syntax (no_python.py, line 1)\n"),
         (["mine.py:Model"], "returns Model, not (model, tuple of example inputs)"),
         (["mine.py:wrong_input"], f"raises RuntimeError: Given groups=1, weight of size [8, 3, 3, 3], expected input[2, 5, 12, 12] {{}}mine.py:{line_of('self.first(x)')}"),
         (["mine.py:factory", "--expect", "conv=1"], "--expect: 'conv' is no chain; the chains are conv_gelu_pool, "),
@@ -170,6 +181,7 @@ def test_bad_input_is_one_line_and_exit_code_2(model: str, arguments: list[str],
     [
         ([], "fxfuse: the following arguments are required: command; see fxfuse --help"),
         (["fuse"], "fxfuse: argument command: invalid choice: 'fuse'"),
+        (["explain", "mine.py:factory", "--dinamic"], "fxfuse explain: unrecognized arguments: --dinamic; see fxfuse explain --help"),
         (["explain"], "fxfuse explain: the following arguments are required: module.py:factory; see fxfuse explain --help"),
         (["explain", "mine.py:factory", "--expect", "conv_gelu_pool"], "'conv_gelu_pool' is not CHAIN=N, such as conv_gelu_pool=2"),
         (["explain", "mine.py:factory", "--expect", "conv_gelu_pool=-1"], "is not CHAIN=N"),
@@ -214,6 +226,12 @@ def test_help_says_what_is_printed(command: str, capsys: pytest.CaptureFixture[s
         main([command, "--help"])
     out = capsys.readouterr().out
     assert leave.value.code == 0 and "Prints " in out and ("xit code" in out or command == "passes")
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        main(["--version"])
+    assert leave.value.code == 0 and capsys.readouterr().out == f"fxfuse {fxfuse.__version__}\n"
 
 
 def test_help_lists_the_commands_without_importing_torch() -> None:

@@ -34,6 +34,7 @@ def test_names_versions_tools_and_variables(package, env):
     rows, _ = report(package, env)
     assert torch.__version__ in rows["torch"] and rows["cache"] == env["FXFUSE_CACHE_DIR"]
     assert rows["variables"] == f"FXFUSE_CACHE_DIR={env['FXFUSE_CACHE_DIR']}"
+    assert "FXFUSE_SELEC=always" in report(package, {**env, "FXFUSE_SELEC": "always"})[0]["variables"], "a misspelt one is not shown"
     assert {"fxfuse", "Python", "cpu device", "C++ compiler", "nvcc", "ninja", "cpu", "cuda"} <= set(rows)
 
 

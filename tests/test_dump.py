@@ -168,7 +168,7 @@ def test_a_script_keeps_strides_offset_dtype_autocast_and_grad(tmp_path: Path) -
     assert "requires_grad=True" in text and "grad=True," in text and "autocast=[('cpu', 'bfloat16', True)]," in text
     done = rerun(script)
     assert done.returncode == 0, done.stderr
-    assert "needs a gradient" in " ".join(done.stdout.replace("│", " ").split())
+    assert "1 fused, 0 declined" in done.stdout, "the op with a gradient is not taken in the script"
 
 
 def test_a_chain_in_a_body_has_a_script_too(tmp_path: Path) -> None:

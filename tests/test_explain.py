@@ -91,19 +91,22 @@ def test_a_location_is_not_in_what_explain_wraps_around_a_model() -> None:
     assert report.declined[0].location == "" and report.declined[0].node
 
 
-def test_the_table() -> None:
+def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         text = str(fxfuse.explain(Branching(), image()))
     assert text.startswith("2 fused, 0 declined in 2 graphs\n") and HERE in text and "gelu_pool" in text
+    monkeypatch.setenv("FXFUSE_SELECT", "auto")
     text = str(fxfuse.explain(Branching(), image()))
     assert text.startswith("0 fused, 2 declined in 2 graphs\n") and "torch.no_grad()" in text.replace("\n", " ")
     assert text.endswith(f"\nwhat to change, sentence by sentence: {short(WHY_NOT)}") and Path(WHY_NOT).is_file()
     assert str(fxfuse.explain(torch.relu, image())) == "0 fused, 0 declined in 1 graph"
 
 
-def test_the_callers_grad_mode_counts() -> None:
+def test_the_callers_grad_mode_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ConvGeluPool().eval()
-    assert "torch.no_grad()" in reasons(fxfuse.explain(model, image()))[0]
+    with monkeypatch.context() as patch:
+        patch.setenv("FXFUSE_SELECT", "auto")
+        assert "torch.no_grad()" in reasons(fxfuse.explain(model, image()))[0]
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert fxfuse.explain(model, image()).fused

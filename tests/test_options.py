@@ -66,6 +66,8 @@ REFUSED = [
     ("fxfuse.selct", "auto", "unknown option 'fxfuse.selct'; the nearest is 'fxfuse.select'; fxfuse takes fxfuse.select, fxfuse.strict"),
     ("fxfuse.pass", "auto", "unknown option 'fxfuse.pass'; the nearest is 'fxfuse.passes'"),
     ("fxfuse.", "auto", "unknown option 'fxfuse.'"),
+    ("select", "auto", "unknown option 'select'; fxfuse's option is 'fxfuse.select'"),
+    ("fxfuse_select", "auto", "unknown option 'fxfuse_select'; fxfuse's option is 'fxfuse.select'"),
 ]
 
 

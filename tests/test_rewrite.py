@@ -83,3 +83,10 @@ def test_with_grad_on_the_chain_is_left_alone_by_default() -> None:
     gm = fx.symbolic_trace(ConvGeluPool())
     fused, report = fxfuse.rewrite(gm, image())
     assert fused is gm and "torch.no_grad()" in reasons(report)[0]
+
+
+def test_what_is_not_traced() -> None:
+    with pytest.raises(TypeError, match="rewrite takes a torch.fx.GraphModule, not ConvGeluPool: torch.fx.symbolic_trace"):
+        fxfuse.rewrite(ConvGeluPool(), image())
+    with pytest.raises(TypeError, match=r"not ExportedProgram: .*\.module\(\)"):
+        fxfuse.rewrite(torch.export.export(ConvGeluPool(), (image(),)), image())

@@ -90,7 +90,7 @@ def test_a_sentence_for_each_expectation() -> None:
 
 def test_with_gradients_on_the_message_says_what_to_do() -> None:
     with torch.enable_grad():
-        sentence, table = failure(ConvGeluPool(), (image(),), {"conv_gelu_pool": 1})
+        sentence, table = failure(ConvGeluPool(), (image(),), {"conv_gelu_pool": 1}, options={})
     assert "declined 1 time" in sentence and "torch.no_grad()" in table
 
 
@@ -133,6 +133,12 @@ def test_options_are_those_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_expectations_that_make_no_sense(expected: dict[str, int], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
+        assert_fused(ConvGeluPool(), (image(),), expected)
+
+
+@pytest.mark.parametrize("expected", [["conv_gelu_pool"], "conv_gelu_pool", 1])
+def test_expectations_that_are_no_mapping(expected: object) -> None:
+    with pytest.raises(TypeError, match=r"is no mapping; give how often each chain is fused, such as {'conv_gelu_pool': 1}"):
         assert_fused(ConvGeluPool(), (image(),), expected)
 
 

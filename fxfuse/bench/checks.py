@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import torch_private
 from ..command import in_a_word
 from ..measure import fp64_result, relative_error, tf32_result
 from ..report import Report, reports
@@ -77,7 +78,7 @@ def run(name: str, built: Built, expected: Reference, device: torch.device) -> R
         error = relative_error(call(), expected.result) if expected.missing is None else _called(call)
         peak = _peak_mb(call, device)
     except Exception as exception:
-        return Run(failed=in_a_word(exception))
+        return Run(failed=in_a_word(torch_private.cause(exception)))
     new = [report for report in reports() if not any(report is old for old in before)]
     op, why = _told(new) if name.startswith("fxfuse") else (None, None)
     return Run(call, error=error, peak_mb=peak, op=op, why=why)

@@ -91,7 +91,7 @@ def _measured(
 ) -> list[Row]:
     built = workload.build(device)
     names = applicable(names, workload.kind, built[1])
-    say(f"compiling {len(names)} contenders")
+    say(f"compiling {len(names)} contender{'' if len(names) == 1 else 's'}")
     counts = count(*built)
     expected = reference(*built, counts, tf32=bool(workload.chain) and workload.kind.precision == "tf32", device=device)
     runs = {name: run(name, built, expected, device) for name in names}
