@@ -109,8 +109,10 @@ def writes_behind(view: GraphView, match: Match) -> Iterator[Refusal]:
     if not gradients.is_needed(match):
         return
     _, last = _span(view, match)
+    # A backward that is in the graph itself is over once it is called; any other one comes when the graph has run.
+    backward = next((index for node, index in view.order.items() if node.target is torch.autograd.grad and index > last), len(view.nodes))
     for argument in match.inputs:
-        writer = view.write_between(argument, last, len(view.nodes))
+        writer = view.write_between(argument, last, backward)
         if writer is not None:
             yield writer, (
                 f"the result needs a gradient, and {describe(view, writer)} may write to {name_of(argument)} behind the chain{_at(writer)}, "

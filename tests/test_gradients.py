@@ -60,6 +60,18 @@ def test_a_write_to_an_input_behind_the_chain() -> None:
     assert ops(fuse(dynamo_graph(run, torch.zeros(X), torch.zeros(W), torch.zeros(8)))[0]) == ["fxfuse::gelu_pool"]
 
 
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch breaks the graph at a backward")
+def test_a_step_behind_a_backward_in_the_graph() -> None:
+    def run(x: torch.Tensor, w: torch.Tensor) -> None:
+        (grad,) = torch.autograd.grad(gelu_pool(torch.conv2d(x, w)).sum(), w)
+        with torch.no_grad():
+            w.sub_(grad)
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        gm = dynamo_graph(run, torch.zeros(X), torch.zeros(W, requires_grad=True))
+    assert ops(fuse(gm)[0]) == ["fxfuse::gelu_pool_training"]
+
+
 @pytest.mark.parametrize("select, said", [("auto", "was not measured in training"), ("never", '"never"')])
 def test_eval_mode_alone_is_a_training_graph(select: str, said: str) -> None:
     with fake_mode():
