@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from . import engine, library, torch_private
 from .chain import chain_names
@@ -67,7 +68,8 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     """The FX pass alone: a graph module with its chains fused, and the report; `gm` itself, untouched, where nothing is fused.
 
     gm: from `torch.fx.symbolic_trace`, `torch.export.export(...).module()` or a Dynamo graph; it and its modules are never modified.
-    example_inputs: needed where the graph holds no example values; only their shapes, strides, dtypes and devices are read.
+    example_inputs: needed where the graph holds no example values, or where an input needs a gradient; only their shapes, strides, dtypes, devices
+    and requires_grad are read.
     options: `select`, `strict`, `passes` as in `fxfuse.options`.
     Where a chain's result needs a gradient, "auto" declines it and "always" emits ops that have one: call under `torch.no_grad()` for inference.
     Raises OptionError for a bad option, NotFusedError under `strict` for a candidate that is left alone, TypeError where `gm` is not traced.
@@ -80,16 +82,29 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     own, _ = split({f"fxfuse.{name}": value for name, value in options.items()}, chain_names())
     annotated = gm
     # Without inputs there is nothing to propagate: a chain whose shapes are not known is declined with that reason.
-    if engine.needs_values(gm.graph) and example_inputs:
+    needs_values = engine.needs_values(gm.graph) and bool(example_inputs)
+    needs_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(example_inputs))
+    if needs_values or needs_gradient:
         annotated = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    if needs_values:
         mode = torch_private.new_fake_mode()
         torch_private.annotate(annotated, torch_private.faked(example_inputs, mode), mode)
+    if needs_gradient:
+        _mark_inputs(annotated.graph)
     graph, report = engine.fuse(annotated.graph, own)
     if graph is annotated.graph:
         return gm, report
     fused = fx.GraphModule(gm, graph)
     fused.meta = dict(gm.meta)
     return fused, report
+
+
+def _mark_inputs(graph: fx.Graph) -> None:
+    """Lets the values of a graph's inputs, which tracing detaches, say that they need gradients: all, as inputs may be nested."""
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            node.meta["val"] = value.detach().requires_grad_()
 
 
 def _on_fake_state(model: Callable[..., Any], mode: Any) -> Callable[..., Any]:

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from .chain import Condition
 from .match import Match
-from .safety import external_inputs
-from .values import ModuleParameter, attribute_of
+from .values import ModuleParameter, attribute_of, value_of
 
 # An op that takes part in training has a twin of the same arguments under its name with this behind it, which autograd knows.
 SUFFIX = "_training"
@@ -21,8 +20,10 @@ def is_needed(match: Match) -> bool:
     """Whether the chain's result needs a gradient."""
     if any(call.value.requires_grad for call in match.present):
         return True
-    # The values in an export graph are detached: there the parameters themselves must say it.
-    return torch.is_grad_enabled() and any(_is_trained(argument) for argument in external_inputs(match))
+    # Dynamo's values say whether they need a gradient; those of other captures are detached.
+    if "example_value" in match.last.result.meta or not torch.is_grad_enabled():
+        return False
+    return any(_is_trained(node) for node in _ancestors(match))
 
 
 def twin_of(qualified: str) -> Any:
@@ -46,6 +47,20 @@ def conditions(match: Match, qualified: str, select: str) -> Iterator[Condition]
     )
 
 
+def _ancestors(match: Match) -> Iterator[fx.Node | ModuleParameter]:
+    """What the chain's result is computed from: the chain's inputs and all that they depend on."""
+    pending: list[fx.Node | ModuleParameter] = match.inputs
+    seen = set(pending)
+    while pending:
+        found = pending.pop()
+        yield found
+        new = [source for source in found.all_input_nodes if source not in seen] if isinstance(found, fx.Node) else []
+        seen.update(new)
+        pending += new
+
+
 def _is_trained(argument: fx.Node | ModuleParameter) -> bool:
-    real = argument.value if isinstance(argument, ModuleParameter) else attribute_of(argument) if argument.op == "get_attr" else None
-    return isinstance(real, torch.Tensor) and real.requires_grad
+    """Whether a parameter or buffer, the parameters of a module that is called, or else a value needs a gradient."""
+    real = attribute_of(argument) if isinstance(argument, fx.Node) and argument.op in ("get_attr", "call_module") else value_of(argument)
+    tensors = real.parameters() if isinstance(real, nn.Module) else [real]
+    return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)

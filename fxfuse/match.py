@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from .chain import Chain, Step
+from .values import ModuleParameter, value_of
 from .view import Call, GraphView
 
 
@@ -44,6 +46,18 @@ class Match:
     @property
     def nodes(self) -> set[fx.Node]:
         return set(self.in_order)
+
+    @property
+    def inputs(self) -> list[fx.Node | ModuleParameter]:
+        """The tensors that flow into the chain from outside, each once, in chain order."""
+        inner = self.nodes
+        found: dict[object, fx.Node | ModuleParameter] = {}
+        for call in self.present:
+            for argument in call.args.values():
+                node = isinstance(argument, fx.Node) and argument not in inner and not isinstance(value_of(argument), (int, float, torch.SymInt))
+                if node or isinstance(argument, ModuleParameter):
+                    found.setdefault(argument, argument)
+        return list(found.values())
 
 
 @dataclass(frozen=True)

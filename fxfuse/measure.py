@@ -207,6 +207,7 @@ def rounded_to_tf32(x: torch.Tensor) -> torch.Tensor:
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
+@torch.no_grad()
 def relative_error(out: Any, reference: Any) -> float:
     """||out - reference|| / ||reference|| in fp64; nan where `out` holds one that the reference does not.
 

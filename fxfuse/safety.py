@@ -13,10 +13,10 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from . import torch_private
+from . import gradients, torch_private
 from .match import Match, describe, listed
 from .report import location_of
-from .values import ModuleParameter, name_of, value_of
+from .values import name_of, value_of
 from .view import GraphView
 from .writes import written
 
@@ -27,20 +27,8 @@ DEVICES = ("cuda", "cpu")
 
 def refusal(view: GraphView, match: Match) -> Refusal | None:
     """The first reason why replacing the match would not be safe, or None."""
-    checks = (unknown_values, outside_readers, inner_operands, foreign_writes, writes_between, state_changes, devices)
+    checks = (unknown_values, outside_readers, inner_operands, foreign_writes, writes_between, writes_behind, state_changes, devices)
     return next((found for check in checks for found in check(view, match)), None)
-
-
-def external_inputs(match: Match) -> list[fx.Node | ModuleParameter]:
-    """The tensors that flow into the chain from outside, each once, in chain order."""
-    inner = match.nodes
-    found: dict[object, fx.Node | ModuleParameter] = {}
-    for call in match.present:
-        for argument in call.args.values():
-            node = isinstance(argument, fx.Node) and argument not in inner and not isinstance(value_of(argument), (int, float, torch.SymInt))
-            if node or isinstance(argument, ModuleParameter):
-                found.setdefault(argument, argument)
-    return list(found.values())
 
 
 def unknown_values(view: GraphView, match: Match) -> Iterator[Refusal]:
@@ -50,7 +38,7 @@ def unknown_values(view: GraphView, match: Match) -> Iterator[Refusal]:
     for call in match.present:
         if call.value is not None and not isinstance(call.value, torch.Tensor):
             yield call.node, f"the result of {call.word} is a {type(call.value).__name__}, of which the first entry is not read"
-    values += [(anchor, name_of(argument), value_of(argument)) for argument in external_inputs(match)]
+    values += [(anchor, name_of(argument), value_of(argument)) for argument in match.inputs]
     for node, what, value in values:
         if value is None:
             yield node, f"the graph holds no example value for {what}; pass example inputs so that shapes are known"
@@ -61,7 +49,7 @@ def unknown_values(view: GraphView, match: Match) -> Iterator[Refusal]:
         elif not torch_private.is_plain(value):
             yield node, f"{what} is a {type(value).__name__} or under a torch.func transform; the kernels read plain tensors"
     # The example value of such a tensor is what it is reshaped to, not what the chain sees.
-    for node in [node for node in (*match.nodes, *external_inputs(match)) if node in view.reshaped]:
+    for node in [node for node in (*match.nodes, *match.inputs) if node in view.reshaped]:
         yield anchor, f"{describe(view, view.reshaped[node])} changes the shape of {node.name} in place; use the form without underscore"
 
 
@@ -90,7 +78,7 @@ def inner_operands(view: GraphView, match: Match) -> Iterator[Refusal]:
 def foreign_writes(view: GraphView, match: Match) -> Iterator[Refusal]:
     """An in-place step may write to the chain's own value, not to its other operand (`w += y`), of which that value may be a view too."""
     inner = match.nodes
-    outside = {view.storage_of(argument): name_of(argument) for argument in external_inputs(match)}
+    outside = {view.storage_of(argument): name_of(argument) for argument in match.inputs}
     for call in match.present:
         for target in written(call.node):
             # A module's own buffers are its business; only what the chain reads matters, and writes_between sees to that.
@@ -107,12 +95,28 @@ def foreign_writes(view: GraphView, match: Match) -> Iterator[Refusal]:
 def writes_between(view: GraphView, match: Match) -> Iterator[Refusal]:
     """The replacement reads its inputs at the end of the chain; a write to one of them (or a view of it) in between would be seen."""
     first, last = _span(view, match)
-    for argument in external_inputs(match):
+    for argument in match.inputs:
         writer = view.write_between(argument, first, last)
         if writer is not None and writer not in match.nodes:
             yield writer, (
                 f"{describe(view, writer)} may write to {name_of(argument)} between {match.subject} and {match.last.word}"
                 f"{_at(writer)}; move the write before or after the chain"
+            )
+
+
+def writes_behind(view: GraphView, match: Match) -> Iterator[Refusal]:
+    """Where the result needs a gradient the backward reads all inputs again, those too that eager's backward has no use for (bias, addend)."""
+    if not gradients.is_needed(match):
+        return
+    _, last = _span(view, match)
+    # A backward that is in the graph itself is over once it is called; any other one comes when the graph has run.
+    backward = next((index for node, index in view.order.items() if node.target is torch.autograd.grad and index > last), len(view.nodes))
+    for argument in match.inputs:
+        writer = view.write_between(argument, last, backward)
+        if writer is not None:
+            yield writer, (
+                f"the result needs a gradient, and {describe(view, writer)} may write to {name_of(argument)} behind the chain{_at(writer)}, "
+                "whose backward reads it again; write to a copy, or before the chain"
             )
 
 
@@ -133,7 +137,7 @@ def devices(view: GraphView, match: Match) -> Iterator[Refusal]:
     device = match.anchor.value.device
     if device.type not in DEVICES:
         yield match.anchor.node, f"the chain is on {device.type}; kernels exist for {' and '.join(DEVICES)}"
-    for argument in external_inputs(match):
+    for argument in match.inputs:
         value = value_of(argument)
         if isinstance(value, torch.Tensor) and value.device != device and (value.dim() > 0 or value.device.type != "cpu"):
             yield match.anchor.node, f"{name_of(argument)} is on {value.device}, {match.subject} on {device}"

@@ -146,6 +146,13 @@ def of_training() -> Report:
         return needing_a_gradient(lambda x, w: torch.conv2d(x, w).relu(), X2, W2)
 
 
+def written_behind(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = conv_gelu_pool(x, w, b)
+    with torch.no_grad():
+        b.add_(1)
+    return out
+
+
 def of_views(run: Callable[[torch.Tensor], torch.Tensor]) -> Report:
     view = fxfuse.Word("view", fxfuse.Spelling(torch.ops.aten.reshape.default, methods=("view",)))
     return of_registered(of_steps("views", ("view", ("sin", "view")), (view, SIN), names=("view", "then")), run, (4, 4))
@@ -189,6 +196,7 @@ def failing_inductor(patch: pytest.MonkeyPatch) -> Report:
 CASES: dict[str, Callable[[pytest.MonkeyPatch], Report]] = {
     "the result needs a gradient and the op has none": lambda patch: of_training(),
     'select="auto" takes nothing that was not measured in training': lambda patch: needing_a_gradient(conv_gelu_pool, X2, W2, select="auto"),
+    "add may write to l_b_ behind the chain": lambda patch: needing_a_gradient(written_behind, X2, W2, B),
     'fxfuse.select is "never"': lambda patch: seen(on_cpu(conv_gelu_pool, X2, W2), "never"),
     "add already belongs to another": lambda patch: seen(on_cpu(two_convolutions, X3, W3, W3)),
     "holds no example value for the result of conv": lambda patch: seen(fx.symbolic_trace(ConvGeluPool())),

@@ -29,6 +29,13 @@ def test_parameters_need_a_gradient_where_grad_is_on(capture: Callable[..., fx.G
     assert ops(fuse(frozen)[0]) == ["fxfuse::gelu_pool"]
 
 
+@pytest.mark.parametrize("capture", [traced_graph, exported_graph])
+def test_a_frozen_chain_behind_a_trained_layer(capture: Callable[..., fx.GraphModule]) -> None:
+    """The layer's gradient comes through the chain, of which no parameter is trained."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), ConvGeluPool().requires_grad_(False))
+    assert ops(fuse(capture(model, torch.zeros(X)))[0]) == ["fxfuse::gelu_pool_training"]
+
+
 def test_an_input_that_needs_a_gradient() -> None:
     with fake_mode():
         x, w = torch.zeros(X, requires_grad=True), torch.zeros(W)
@@ -37,6 +44,32 @@ def test_an_input_that_needs_a_gradient() -> None:
         assert node.target.name() == "fxfuse::gelu_pool_training" and node.meta["example_value"].requires_grad
         gm = dynamo_graph(lambda x, w: gelu_pool(torch.conv2d(x.detach(), w)), x, w)
         assert ops(fuse(gm)[0]) == ["fxfuse::gelu_pool"]
+
+
+def test_a_write_to_an_input_behind_the_chain() -> None:
+    """Eager's backward does not read the convolution's bias; the op's does."""
+
+    def run(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = gelu_pool(torch.conv2d(x, w, b))
+        b.add_(1)
+        return out
+
+    gm = dynamo_graph(run, torch.zeros(X), torch.zeros(W, requires_grad=True), torch.zeros(8))
+    graph, report = fuse(gm)
+    assert graph is gm.graph and "add may write to l_b_ behind the chain at " in reasons(report)[0]
+    assert ops(fuse(dynamo_graph(run, torch.zeros(X), torch.zeros(W), torch.zeros(8)))[0]) == ["fxfuse::gelu_pool"]
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch breaks the graph at a backward")
+def test_a_step_behind_a_backward_in_the_graph() -> None:
+    def run(x: torch.Tensor, w: torch.Tensor) -> None:
+        (grad,) = torch.autograd.grad(gelu_pool(torch.conv2d(x, w)).sum(), w)
+        with torch.no_grad():
+            w.sub_(grad)
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        gm = dynamo_graph(run, torch.zeros(X), torch.zeros(W, requires_grad=True))
+    assert ops(fuse(gm)[0]) == ["fxfuse::gelu_pool_training"]
 
 
 @pytest.mark.parametrize("select, said", [("auto", "was not measured in training"), ("never", '"never"')])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -90,3 +91,14 @@ def test_what_is_not_traced() -> None:
         fxfuse.rewrite(ConvGeluPool(), image())
     with pytest.raises(TypeError, match=r"not ExportedProgram: .*\.module\(\)"):
         fxfuse.rewrite(torch.export.export(ConvGeluPool(), (image(),)), image())
+
+
+@pytest.mark.parametrize("capture", [lambda model: fx.symbolic_trace(model), lambda model: torch.export.export(model, (image(),)).module()])
+def test_an_input_that_needs_a_gradient_goes_through_a_frozen_model(capture: Callable[[nn.Module], fx.GraphModule]) -> None:
+    gm = capture(ConvGeluPool().requires_grad_(False))
+    metas = [dict(node.meta) for node in gm.graph.nodes]
+    fused, _ = fxfuse.rewrite(gm, image().requires_grad_(), select="always")
+    assert [node.target.name() for node in fused_nodes(fused.graph)] == ["fxfuse::gelu_pool_training"]
+    assert [dict(node.meta) for node in gm.graph.nodes] == metas
+    fused, _ = fxfuse.rewrite(gm, image(), select="always")
+    assert [node.target.name() for node in fused_nodes(fused.graph)] == ["fxfuse::gelu_pool"]
