@@ -204,10 +204,13 @@ def _containers(module: nn.Module) -> list[Any]:
 
 
 def static_capture() -> AbstractContextManager[None]:
-    """Dynamo with sizes as given and no limit on recompilations: functions behind a graph break share their code with earlier captures."""
+    """Dynamo with sizes as given and no limit on recompilations: functions behind a graph break share their code with earlier captures.
+
+    Floats are constants, as they are once Inductor has asked for another trace: as inputs their data would be needed to go on.
+    """
     import torch._dynamo.config as config
 
-    return config.patch(automatic_dynamic_shapes=False, recompile_limit=2**30, accumulated_recompile_limit=2**30)
+    return config.patch(automatic_dynamic_shapes=False, recompile_limit=2**30, accumulated_recompile_limit=2**30, specialize_float=True)
 
 
 def user_line(error: BaseException) -> str:

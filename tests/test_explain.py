@@ -18,6 +18,7 @@ import fxfuse
 from fxfuse import library
 from fxfuse.options import OptionError
 from fxfuse.report import WHY_NOT, short
+from fxfuse.testing import assert_fused
 
 HERE = Path(__file__).name
 
@@ -72,6 +73,13 @@ def test_a_fused_chain_is_described() -> None:
     assert (report.declined, report.graphs, report.stopped) == ([], 1, None)
     assert "avg_pool3d" in report.before[0] and "norm_pool_gelu" not in report.before[0]
     assert "norm_pool_gelu" in report.after[0] and "avg_pool3d" not in report.after[0]
+
+
+@pytest.mark.parametrize("model, x", [(ConvNormPoolGelu(), torch.ones(2, 4, 6, 6, 12)), (ConvGeluPool(), image())], ids=["norm", "pool"])
+def test_sizes_that_vary_stop_nothing(model: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        report = assert_fused(model, (x,), {"conv_norm_pool_gelu" if x.dim() == 5 else "conv_gelu_pool": 1}, dynamic=True)
+    assert report.stopped is None and report.fused[0].shapes.startswith("[s")
 
 
 def test_a_declined_candidate_says_how_far_it_got_and_where() -> None:
