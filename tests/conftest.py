@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from fxfuse import library, registry
 from fxfuse.toolchain import BuildError, find_cxx
@@ -63,6 +64,16 @@ def explains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def compiles(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Compiling as at first; fxfuse has nothing to complain of."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    assert not [record for record in caplog.get_records("call") if record.name.startswith("fxfuse")]
 
 
 def _no_compiler() -> str | None:

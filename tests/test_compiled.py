@@ -19,22 +19,12 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("compiles")]
 
 ALWAYS = {"fxfuse.select": "always"}
 STRICT = {"fxfuse.strict": True, **ALWAYS}
 BOTH = {"conv_norm_pool_gelu": 1, "conv_gelu_pool": 1}
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-@pytest.fixture(autouse=True)
-def clean(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Each test compiles afresh; fxfuse has nothing to complain of in any of them."""
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    yield
-    assert not [record for record in caplog.get_records("call") if record.name.startswith("fxfuse")]
 
 
 class Both(nn.Module):

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,18 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fxfuse
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("compiles")]
 
 STRICT = {"fxfuse.strict": True, "fxfuse.select": "always"}
-
-
-@pytest.fixture(autouse=True)
-def clean(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    yield
-    assert not [record for record in caplog.get_records("call") if record.name.startswith("fxfuse")]
 
 
 class Net(nn.Module):
