@@ -90,8 +90,7 @@ def gelu_pool_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names:
     y = input.float() if bias is None else input.float() + over_channels(bias, dims)
     of_gelu = _adaptive_gradient(grad.float().reshape(*input.shape[:-dims], *grad.shape[input.dim() - dims :] or (1,) * dims), y, dims)
     of_y = aten.gelu_backward(of_gelu, y, approximate=arguments["approximate"])
-    sums = {"bias": lambda: sum_but_channels(of_y, dims)}
-    return {"input": of_y, **{name: sums[name]() for name in names if name in sums}}
+    return {"input": of_y, "bias": sum_but_channels(of_y, dims)} if "bias" in names else {"input": of_y}
 
 
 def _adaptive_gradient(grad: torch.Tensor, y: torch.Tensor, dims: int) -> torch.Tensor:
@@ -116,8 +115,5 @@ gelu_pool_training = define_training(
 )
 conv_gelu_pool_training = define_training(
     conv_gelu_pool,
-    through_convolution(
-        gelu_pool_gradients,
-        lambda arguments: {"output_size": [1] * (arguments["weight"].dim() - 2)},
-    ),
+    through_convolution(gelu_pool_gradients, lambda arguments: {"output_size": [1] * (arguments["weight"].dim() - 2)}),
 )
