@@ -61,10 +61,7 @@ std::shared_ptr<const Plan> plan_hopper(const ConvShape& given, bool has_pairs, 
   plan->is_turned = is_turned(given);
   plan->shape = plan->is_turned ? turned(given) : given;
   plan->product = product;
-  const auto tiling = make_hopper_tiling(plan->shape, has_pairs && !plan->is_turned, chunk_len(product), num_splits(product),
-                                         device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index),
-                                         device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index),
-                                         device_attribute(cudaDevAttrMultiProcessorCount, device_index));
+  const auto tiling = make_hopper_tiling(plan->shape, has_pairs && !plan->is_turned, hopper_needs(product, kHopperBlocksPerSm, 0, device_index));
   if (!tiling) return nullptr;
   plan->tiling = *tiling;
   plan->packed = packed_weights(plan->shape, *tiling, num_splits(product));

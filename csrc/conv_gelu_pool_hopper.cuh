@@ -16,9 +16,12 @@
 
 namespace fxfuse::conv_gelu_pool {
 
+constexpr int kHopperBlocksPerSm = 4;
+
 #if defined(FXFUSE_HAS_WGMMA)
 
-template <Product product, Gelu form, bool kBiasInK, int kSteps>
+// The products: x = conv(input) + bias of 64 output channels and the samples of a run, in registers.
+template <Product product, bool kBiasInK, int kSteps>
 struct HopperBlock {
   using T = typename Operand<product>::Element;
   using Mma = typename Operand<product>::Mma;
@@ -31,7 +34,7 @@ struct HopperBlock {
   const HopperMemory memory;
   const int lane;
   const uint32_t a, b;  // lower words of descriptors: the first K step's weights, the ring's start
-  float bias[2], sum[2] = {};
+  float bias[2];
   float d[kRunLen / 2];
 
   __device__ HopperBlock(const HopperJob& job, const HopperMemory& memory, int first_row)
@@ -68,8 +71,14 @@ struct HopperBlock {
     if constexpr (kSplits == 1) {
       start_products_of<Mma, true>(where, weights, b + first, first);
     } else {
-      const int k_steps = kSteps > 0 ? kSteps : t.k_steps, cross = first + t.chunks * t.plane;
-      start_products_of<__nv_bfloat16, true>(where, weights + k_steps * kStepAt, b + cross, cross);
+      const int k_steps = kSteps > 0 ? kSteps : t.k_steps, second = first + t.chunks * t.plane;
+      const uint32_t second_weights = weights + k_steps * kStepAt;
+      if constexpr (product == Product::Bf16Pair) {
+        start_products_of<Mma, true>(where, weights, b + second, second);
+        start_products_of<Mma, false>(where, second_weights, b + first, first);
+      } else {
+        start_products_of<__nv_bfloat16, true>(where, second_weights, b + second, second);
+      }
       start_products_of<Mma, false>(where, weights, b + first, first);
     }
   }
@@ -127,7 +136,14 @@ struct HopperBlock {
     }
   }
 
-  // Columns that are no output pixels become x = 0, whose GELU is 0.
+  __device__ __forceinline__ void add_bias() {
+    if constexpr (!kBiasInK) {
+#pragma unroll
+      for (int i = 0; i < kRunLen / 2; ++i) d[i] += bias[i / 2 % 2];
+    }
+  }
+
+  // Columns that are no output pixels become 0.
   __device__ __forceinline__ void drop_masked(const uint4& mask) {
     if ((mask.x & mask.y & mask.z & mask.w) == 0xffffffffu) return;
     const uint32_t valid[kWords] = {mask.x, mask.y, mask.z, mask.w};
@@ -142,51 +158,22 @@ struct HopperBlock {
     }
   }
 
-  // Adds GELU of the accumulators to the lane's two sums.
-  __device__ __forceinline__ void add_gelu(const uint4& mask) {
-    if constexpr (!kBiasInK) {
-#pragma unroll
-      for (int i = 0; i < kRunLen / 2; ++i) d[i] += bias[i / 2 % 2];
-    }
-    drop_masked(mask);
-    add_sums_of_gelu<form, 2, kRunLen / 4>(sum, [&](int row, int i) { return d[i / 2 * 4 + row * 2 + i % 2]; });
-  }
-
-  // Hands the sums over, and starts anew.
-  __device__ __forceinline__ void store(float* partials, int channels_left) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = threadIdx.x / kWarpSize * 16 + i * 8 + lane / 4;
-      const float row_sum = warp_sum(sum[i], 4);
-      if (lane % 4 == 0 && row < channels_left) partials[row] = row_sum;
-      sum[i] = 0.f;
-    }
-  }
 };
 
-#endif
-
-// kSteps: the number of K steps where it is a common one, else 0.
-template <Product product, Gelu form, bool kBiasInK, int kSteps>
-__global__ void __launch_bounds__(kHopperThreads, 4) conv_hopper(const __grid_constant__ HopperJob job) {
-#if defined(FXFUSE_HAS_WGMMA)
+// Walks over share `index` of the images' steps. The sink takes x of a run from the block: begin_image, begin_step, take, end_step,
+// end_image; of a part of an image if a share begins or ends within it.
+template <Product product, class Block, class Sink>
+__device__ __forceinline__ void walk(const HopperJob& job, const HopperMemory& memory, int index, Block& block, Sink& sink) {
   using T = typename Operand<product>::Element;
-  // The products of 16 bits are too short for the loads to have come behind them; with fp32 the later store's registers cost more.
-  constexpr bool kStoresLate = sizeof(T) == 2;
-  extern __shared__ __align__(128) uint4 hopper_memory[];
   const HopperTiling& t = job.tiling;
   const ConvShape& shape = job.shape;
-  uint32_t row_tile;
-  const int index = job.row_tiles.divide(blockIdx.x, row_tile), end = job.shares.first(index + 1), first_row = row_tile * kHopperRows;
-  const HopperMemory memory(hopper_memory, t, Operand<product>::kSplits);
-
-  HopperBlock<product, form, kBiasInK, kSteps> block(job, memory, first_row);
+  const int end = job.shares.first(index + 1);
   HopperLoader<product> loader(job, memory);
-  block.prepare(job.data.weights + int64_t{row_tile} * t.k_steps * Operand<product>::kSplits * (kStepBytes / kChunkBytes));
   for (int at = job.shares.first(index); at < end;) {
     uint32_t first_step;
     const int image = job.steps.divide(at, first_step), of_image = at - first_step, last = min(end - of_image, job.shares.steps);
     const T* const input = static_cast<const T*>(job.data.input.data) + (job.first_image + image) * job.data.input.outer;
+    sink.begin_image(image);
     for (int step = first_step; step < last;) {
       const int column = step / t.tiles[1], depth = column / t.tiles[2] * t.tile[0], width = column % t.tiles[2] * t.tile[1];
       const int room[2] = {min(t.tile[0], shape.out[0] - depth), min(t.tile[1], shape.out[2] - width)};
@@ -205,6 +192,7 @@ __global__ void __launch_bounds__(kHopperThreads, 4) conv_hopper(const __grid_co
         }
         const int window = slot * t.window_pitch;
         const uint32_t* const where = t.where + slot * t.where_pitch;
+        sink.begin_step(slot);
         slot = slot + 1 == t.slots ? 0 : slot + 1;
         loader.next_step(step + 1 < column_end);
         const uint4* mask = memory.masks;
@@ -212,22 +200,74 @@ __global__ void __launch_bounds__(kHopperThreads, 4) conv_hopper(const __grid_co
 #pragma unroll 1
           for (int run = 0; run < t.line_runs; ++run) {
             loader.load();
-            block.start_products(where, window + line * t.row + run * kRunLen);
+            const int first = window + line * t.row + run * kRunLen;
+            block.start_products(where, first);
             const uint4 columns = *mask++;
             wgmma_wait<0>();
-            if (!kStoresLate) loader.store();
-            block.add_gelu(columns);
-            if (kStoresLate) loader.store();
+            if (!Sink::kStoresLate) loader.store();
+            sink.take(block, columns, first);
+            if (Sink::kStoresLate) loader.store();
           }
         }
+        sink.end_step();
         loader.finish();
         loader.end_step();
       }
     }
-    const int64_t piece = int64_t{image} * job.shares.most_pieces() + index - job.shares.first_block(image);
-    block.store(job.data.partials + piece * shape.channels_out + first_row, shape.channels_out - first_row);
+    sink.end_image(image);
     at = of_image + last;
   }
+}
+
+// The forward: sums of GELU(x).
+template <Product product, Gelu form>
+struct MeanSink {
+  // The products of 16 bits are too short for the loads to have come behind them; with fp32 the later store's registers cost more.
+  static constexpr bool kStoresLate = sizeof(typename Operand<product>::Element) == 2;
+
+  const HopperJob& job;
+  const int index, first_row;
+  float sum[2] = {};
+
+  __device__ __forceinline__ void begin_image(int) {}
+  __device__ __forceinline__ void begin_step(int) {}
+  __device__ __forceinline__ void end_step() {}
+
+  // Columns that are no output pixels become x = 0, whose GELU is 0.
+  template <class Block>
+  __device__ __forceinline__ void take(Block& block, const uint4& columns, int) {
+    block.add_bias();
+    block.drop_masked(columns);
+    add_sums_of_gelu<form, 2, kRunLen / 4>(sum, [&](int row, int i) { return block.d[i / 2 * 4 + row * 2 + i % 2]; });
+  }
+
+  __device__ __forceinline__ void end_image(int image) {
+    const int64_t piece = int64_t{image} * job.shares.most_pieces() + index - job.shares.first_block(image);
+    float* const partials = job.data.partials + piece * job.shape.channels_out + first_row;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int lane = threadIdx.x % kWarpSize, row = threadIdx.x / kWarpSize * 16 + i * 8 + lane / 4;
+      const float row_sum = warp_sum(sum[i], 4);
+      if (lane % 4 == 0 && row < job.shape.channels_out - first_row) partials[row] = row_sum;
+      sum[i] = 0.f;
+    }
+  }
+};
+
+#endif
+
+// kSteps: the number of K steps where it is a common one, else 0.
+template <Product product, Gelu form, bool kBiasInK, int kSteps>
+__global__ void __launch_bounds__(kHopperThreads, kHopperBlocksPerSm) conv_hopper(const __grid_constant__ HopperJob job) {
+#if defined(FXFUSE_HAS_WGMMA)
+  extern __shared__ __align__(128) uint4 hopper_memory[];
+  uint32_t row_tile;
+  const int index = job.row_tiles.divide(blockIdx.x, row_tile), first_row = row_tile * kHopperRows;
+  const HopperMemory memory(hopper_memory, job.tiling, Operand<product>::kSplits);
+  HopperBlock<product, kBiasInK, kSteps> block(job, memory, first_row);
+  block.prepare(packed_row_tile(job, row_tile, Operand<product>::kSplits));
+  MeanSink<product, form> sink{job, index, first_row};
+  walk<product>(job, memory, index, block, sink);
 #else
   __trap();  // a library without sm_90a code: better no result than one that nothing computed
 #endif

@@ -20,14 +20,20 @@ struct HopperJob {
 
 // The shared memory of a block, in this order.
 struct HopperMemory {
-  uint4 *ring, *ones, *weights, *masks;  // ring: [split][chunk][sample]
+  uint4 *ring, *ones, *weights, *masks;  // ring: [split][chunk][sample], and samples that only columns without a pixel read
   Source* sources;                       // of each sample of a step
+  float* sums;                           // of a gradient
 
   __device__ HopperMemory(uint4* memory, const HopperTiling& t, int splits)
-      : ring(memory), ones(ring + t.plane * t.chunks * splits), weights(ones + t.ones_bytes() / kChunkBytes),
+      : ring(memory), ones(ring + t.ring_samples(splits)), weights(ones + t.ones_bytes() / kChunkBytes),
         masks(weights + t.k_steps * splits * (kStepBytes / kChunkBytes)),
-        sources(reinterpret_cast<Source*>(masks + t.lines * t.line_runs)) {}
+        sources(reinterpret_cast<Source*>(masks + t.lines * t.line_runs)), sums(reinterpret_cast<float*>(sources + t.step_samples())) {}
 };
+
+// The weights of 64 output channels.
+__device__ __forceinline__ const uint4* packed_row_tile(const HopperJob& job, uint32_t row_tile, int splits) {
+  return job.data.weights + int64_t{row_tile} * job.tiling.k_steps * splits * (kStepBytes / kChunkBytes);
+}
 
 // What a sample in the padding is read from, with a channel pitch of 0: selecting an address takes fewer instructions than zeroing values.
 static __device__ const uint4 hopper_zeros[2] = {};
@@ -197,7 +203,7 @@ class HopperLoader {
     uint32_t* const words = raw_ + i * kBatchChannels;
     if constexpr (layout == BatchLayout::Wide) {
 #pragma unroll
-      for (int k = 0; k < kChunks; ++k) {
+      for (int k = 0; k < kBatchChannels * static_cast<int>(sizeof(T)) / kChunkBytes; ++k) {
         const uint4 chunk = __ldg(reinterpret_cast<const uint4*>(from) + k);
         words[4 * k] = chunk.x, words[4 * k + 1] = chunk.y, words[4 * k + 2] = chunk.z, words[4 * k + 3] = chunk.w;
       }
@@ -211,8 +217,8 @@ class HopperLoader {
 
   // Chunk k of sample i from the words of the batch.
   template <BatchLayout layout>
-  __device__ __forceinline__ RawChunk<T> raw_chunk(int i, int k) const {
-    RawChunk<T> chunk;
+  __device__ __forceinline__ RawChunk<T, kLen> raw_chunk(int i, int k) const {
+    RawChunk<T, kLen> chunk;
 #pragma unroll
     for (int j = 0; j < kLen; ++j) {
       constexpr bool kIsWide = layout == BatchLayout::Wide && sizeof(T) == 2;
@@ -227,16 +233,16 @@ class HopperLoader {
   template <BatchLayout layout>
   __device__ __forceinline__ void store_sample(int sample, int i, int left) {
     const HopperTiling& t = job_.tiling;
-    const int low_offset = t.chunks * t.plane;
+    const int second = t.chunks * t.plane;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       if (k > 0 && k * kLen >= left) break;
-      RawChunk<T> raw = raw_chunk<layout>(i, k);
+      RawChunk<T, kLen> raw = raw_chunk<layout>(i, k);
       if (left < (k + 1) * kLen) raw.keep(left - k * kLen);
       const RoundedChunk<product> rounded(raw);
       uint4* const to = memory_.ring + (chunk_ + k) * t.plane + at_ + sample;
-      rounded.store(to, low_offset);
-      if (at_ + sample >= t.mirror) rounded.store(to - t.ring, low_offset);
+      rounded.store(to, second);
+      if (at_ + sample >= t.mirror) rounded.store(to - t.ring, second);
     }
   }
 };

@@ -18,20 +18,19 @@ __device__ __forceinline__ float bias_scale(int slot) {
     constexpr float kScale[] = {32768.f, 1.f, 1.f, 0x1p-12f, 0x1p-24f};
     return slot < 5 ? kScale[slot] : 0.f;
   }
-  if constexpr (product == Product::Fp32) return 0.f;  // no bias in K: the row is one of zeros
+  if constexpr (Operand<product>::kSplits == 2) return 0.f;  // no bias in K: the row is one of zeros
   return slot < 3 ? 1.f : 0.f;
 }
 
 template <Product product>
 __device__ __forceinline__ uint4 pack_chunk(const float (&value)[kChunkLen<product>]) {
-  using T = typename Operand<product>::Element;
   uint4 packed;
-  if constexpr (sizeof(T) == 4) {
+  if constexpr (kChunkLen<product> == 4) {
     packed = {round_tf32(value[0]), round_tf32(value[1]), round_tf32(value[2]), round_tf32(value[3])};
   } else {
-    T narrow[8];
+    typename Operand<product>::Mma narrow[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) narrow[i] = from_float<T>(value[i]);
+    for (int i = 0; i < 8; ++i) narrow[i] = from_float<typename Operand<product>::Mma>(value[i]);
     memcpy(&packed, narrow, sizeof packed);
   }
   return packed;
@@ -79,6 +78,8 @@ __global__ void pack_hopper(View weight, Param bias, ConvShape shape, int chunks
   uint4* to = packed + row_tile * kSplits * 2 * k_steps * kHopperRows + within;
   if constexpr (kSplits == 1) {
     *to = pack_chunk<product>(value);
+  } else if constexpr (product == Product::Bf16Pair) {
+    split_bf16(value, to[0], to[2 * k_steps * kHopperRows]);
   } else {
     float high[4], low[4];
     for (int i = 0; i < 4; ++i) split_tf32(value[i], high[i], low[i]);

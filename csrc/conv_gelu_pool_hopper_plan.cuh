@@ -51,11 +51,13 @@ struct HopperTiling {
   bool has_spare_chunk;        // K is odd in chunks: the last step pairs the last one with a row of ones
   // Of each phase and K step, in samples: its first half, and from that to its second half << 16.
   uint32_t where[kMostPlaces + kMostAhead];
+  int spare_samples;           // behind the ring, where a gradient's columns without a pixel must find numbers
   size_t shared_bytes;
   int blocks_per_sm, blocks;   // at a time; for the whole batch and 64 output channels
 
   __host__ __device__ int step_samples() const { return rows * row; }
   __host__ __device__ int line_rows() const { return rows / lines; }
+  __host__ __device__ int ring_samples(int splits) const { return splits * chunks * plane + spare_samples; }
   // A row of ones, in Fp32 of zeros.
   __host__ __device__ int ones_bytes() const { return has_spare_chunk ? kOnesBytes : 0; }
   __host__ __device__ int steps() const { return tiles[0] * tiles[1] * tiles[2]; }  // of an image
@@ -95,7 +97,7 @@ struct Half {
 inline void place_steps(HopperTiling& t, const ConvShape& shape, int splits) {
   const auto sample_of = [&](int half, int phase) {
     const Half place(shape, t.chunks, half);
-    if (place.chunk == t.chunks) return t.chunks * splits * t.plane;  // the row of ones
+    if (place.chunk == t.chunks) return t.ring_samples(splits);  // the row of ones
     const int row = t.phases > 1 ? (phase + place.h * shape.dilation[1]) % t.slots : place.h * shape.dilation[1];
     return place.chunk * t.plane + row * t.row + place.d * shape.dilation[0] * t.box[1] + t.shift + place.w * shape.dilation[2];
   };
@@ -107,22 +109,41 @@ inline void place_steps(HopperTiling& t, const ConvShape& shape, int splits) {
   }
 }
 
+inline int last_run(const HopperTiling& t, int splits) {
+  const int last_window = t.phases == 1 ? (t.slots - 1) * t.step_samples() : 0;
+  return last_window + (t.lines - 1) * t.row + (t.line_runs - 1) * kRunLen + (splits - 1) * t.chunks * t.plane;
+}
+
 // The sample behind the furthest that a product reads. What the last run reads behind the ring is masked and mostly lies in what follows
 // it, but a block must own it; and compute-sanitizer takes the two halves of a K step, kRunLen samples each, for one piece.
 inline int end_of_reads(const HopperTiling& t, int splits) {
-  const int last_window = t.phases == 1 ? (t.slots - 1) * t.step_samples() : 0;
-  const int last_run = last_window + (t.lines - 1) * t.row + (t.line_runs - 1) * kRunLen + (splits - 1) * t.chunks * t.plane;
   int end = 0;
   for (int i = 0; i < t.phases * t.k_steps; ++i) {
     const bool has_ones = t.has_spare_chunk && (i + 1) % t.k_steps == 0;  // its second half is no sample
     const int at = t.where[i] & 0xffff, pitch = has_ones ? 0 : t.where[i] >> 16;
-    end = std::max(end, last_run + at + std::max(pitch, kRunLen) + kRunLen);
+    end = std::max(end, last_run(t, splits) + at + std::max(pitch, kRunLen) + kRunLen);
   }
   return end;
 }
 
+// What a kernel needs, and what the device has. gradient_bytes: of a block's sums of a gradient, 0 for the forward.
+// sm_bytes, block_bytes: shared memory of an SM, and the most that one block can have.
+struct HopperNeeds {
+  int chunk_len, splits, most_blocks_per_sm;
+  int64_t gradient_bytes;
+  size_t sm_bytes, block_bytes;
+  int num_sms;
+};
+
+inline HopperNeeds hopper_needs(Product product, int most_blocks_per_sm, int64_t gradient_bytes, int device_index) {
+  const auto bytes = [&](cudaDeviceAttr attribute) { return static_cast<size_t>(device_attribute(attribute, device_index)); };
+  return {chunk_len(product), num_splits(product), most_blocks_per_sm, gradient_bytes, bytes(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+          bytes(cudaDevAttrMaxSharedMemoryPerBlockOptin), device_attribute(cudaDevAttrMultiProcessorCount, device_index)};
+}
+
 inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::array<int, 3> tile, bool has_lines, bool allows_pairs,
-                                                int chunks, int splits, size_t sm_bytes, size_t block_bytes) {
+                                                const HopperNeeds& needs) {
+  const int chunks = ceil_div(shape.channels_in, needs.chunk_len), splits = needs.splits;
   HopperTiling t{.rows = tile[1], .tile = {tile[0], tile[2]}, .chunks = chunks};
   for (int i = 0; i < 3; ++i) t.tiles[i] = ceil_div(shape.out[i], tile[i]);
   t.has_pairs = allows_pairs && (t.tiles[2] == 1 || tile[2] % 2 == 0);
@@ -131,7 +152,7 @@ inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::arr
   int64_t width = t.shift + tile[2] + reach(2);
   if (t.has_pairs) width += width % 2;
   const int64_t depth = tile[0] + reach(0), row = depth * width;
-  const int64_t most = static_cast<int64_t>(block_bytes) / kChunkBytes, halves = chunks * shape.taps();
+  const int64_t most = static_cast<int64_t>(needs.block_bytes) / kChunkBytes, halves = chunks * shape.taps();
   if (std::max({depth, width, reach(1)}) > most || int64_t{t.tiles[0]} * t.tiles[1] * t.tiles[2] > INT32_MAX) return std::nullopt;
   t.slots = 2 + ceil_div(reach(1), t.rows);
   t.k_steps = ceil_div(halves, 2);
@@ -150,12 +171,14 @@ inline std::optional<HopperTiling> hopper_tiled(const ConvShape& shape, std::arr
   t.where_pitch = has_phases ? t.k_steps : 0;
   t.lines = has_lines ? t.rows : 1;
   t.line_runs = ceil_div((int64_t{t.line_rows() - 1} * depth + tile[0] - 1) * width + tile[2], kRunLen);
+  const int furthest = (chunks - 1) * t.plane + (has_phases ? t.slots - 1 : t.halo) * t.row + t.row + kRunLen;
+  t.spare_samples = needs.gradient_bytes > 0 ? std::max(0, last_run(t, splits) + furthest - splits * chunks * t.plane) : 0;
   place_steps(t, shape, splits);
-  const int64_t own_bytes = plane * chunks * splits * kChunkBytes + t.ones_bytes() + int64_t{t.k_steps} * splits * kStepBytes +
-                            int64_t{t.lines} * t.line_runs * kMaskBytes + t.step_samples() * sizeof(Source);
+  const int64_t own_bytes = int64_t{t.ring_samples(splits)} * kChunkBytes + t.ones_bytes() + int64_t{t.k_steps} * splits * kStepBytes +
+                            int64_t{t.lines} * t.line_runs * kMaskBytes + t.step_samples() * sizeof(Source) + needs.gradient_bytes;
   t.shared_bytes = std::max(own_bytes, int64_t{end_of_reads(t, splits)} * kChunkBytes);
-  if (t.shared_bytes > block_bytes) return std::nullopt;
-  t.blocks_per_sm = std::min<int>(4, static_cast<int>(sm_bytes / (t.shared_bytes + 1024)));
+  if (t.shared_bytes > needs.block_bytes) return std::nullopt;
+  t.blocks_per_sm = std::min<int>(needs.most_blocks_per_sm, static_cast<int>(needs.sm_bytes / (t.shared_bytes + 1024)));
   return t;
 }
 
@@ -190,12 +213,10 @@ inline double portable_cost(const ConvShape& shape, const HopperTiling& t, int s
 }
 
 // Strides of 1, more than 32 output channels, and all weights of 64 output channels in shared memory with a ring of input whose steps
-// fill their runs well enough to be faster than the portable path; nullopt else. allows_pairs: memory does.
-// sm_bytes, block_bytes: shared memory of an SM, and the most that one block can have.
-inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, bool allows_pairs, int chunk_len, int splits,
-                                                      size_t sm_bytes, size_t block_bytes, int num_sms) {
+// fill their runs well enough to be faster than the portable path, which has no gradient; nullopt else. allows_pairs: memory does.
+inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, bool allows_pairs, const HopperNeeds& needs) {
   constexpr int kMostRounds = 8;  // blocks that come to an SM, in turns of blocks_per_sm
-  const int chunks = ceil_div(shape.channels_in, chunk_len);
+  const int chunks = ceil_div(shape.channels_in, needs.chunk_len), splits = needs.splits, num_sms = needs.num_sms;
   for (const int stride : shape.stride) {
     if (stride != 1) return std::nullopt;
   }
@@ -216,7 +237,7 @@ inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, bo
     for (int64_t per_sm = 1; per_sm <= kMostRounds * t->blocks_per_sm; ++per_sm) {
       const int64_t blocks = std::clamp<int64_t>(per_sm * num_sms / row_tiles, 1, std::min<int64_t>(steps, INT32_MAX));
       const int64_t of_block = ceil_div(steps, blocks), of_sm = ceil_div(blocks * row_tiles, num_sms);
-      const double cost = hopper_cost(*t, chunk_len, splits, static_cast<double>(of_block), of_sm);
+      const double cost = hopper_cost(*t, needs.chunk_len, splits, static_cast<double>(of_block), of_sm);
       if (best && cost >= best_cost) continue;
       best = t, best_cost = cost, best->blocks = static_cast<int>(blocks);
     }
@@ -225,11 +246,12 @@ inline std::optional<HopperTiling> make_hopper_tiling(const ConvShape& shape, bo
     for (const int h : tile_sizes(shape.out[1], 1024)) {
       for (const int d : tile_sizes(shape.out[0], 16)) {
         if (int64_t{w} * h * d > 4096) continue;
-        consider(hopper_tiled(shape, {d, h, w}, false, allows_pairs, chunks, splits, sm_bytes, block_bytes));
-        if (d == 1 && h > 1) consider(hopper_tiled(shape, {d, h, w}, true, allows_pairs, chunks, splits, sm_bytes, block_bytes));
+        consider(hopper_tiled(shape, {d, h, w}, false, allows_pairs, needs));
+        if (d == 1 && h > 1) consider(hopper_tiled(shape, {d, h, w}, true, allows_pairs, needs));
       }
     }
   }
+  if (needs.gradient_bytes > 0) return best;
   // With little work any kernel is fast: only full cards are compared.
   const bool is_small = best && best->blocks * row_tiles < num_sms;
   if (best && !is_small && best_cost > portable_cost(shape, *best, splits, shape.batch * row_tiles, num_sms)) return std::nullopt;

@@ -18,10 +18,9 @@ struct BoxMap {
   FastDiv width, height;
 };
 
-// One 16-byte chunk's channels on their way through registers.
-template <typename T>
+// One chunk's channels on their way through registers.
+template <typename T, int kLen = kChunkBytes / static_cast<int>(sizeof(T))>
 struct RawChunk {
-  static constexpr int kLen = kChunkBytes / static_cast<int>(sizeof(T));
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, unsigned short>;
   Bits bits[kLen];
 
@@ -54,14 +53,21 @@ struct RawChunk {
   }
 };
 
-// A chunk as the tensor cores take it, in Fp32 in two parts (see common/mma.cuh).
+// A chunk as the tensor cores take it; where operands come in two parts, the second is Fp32's cross chunk (see common/mma.cuh) or
+// Bf16Pair's low parts.
 template <Product product>
 struct RoundedChunk {
-  uint4 high, cross;  // cross is used in Fp32 only
+  uint4 first, second;
 
   // The tensor cores ignore the lower 13 bits of what they take as TF32.
-  __device__ __forceinline__ explicit RoundedChunk(RawChunk<typename Operand<product>::Element> raw) {
-    if constexpr (product == Product::Tf32) {
+  __device__ __forceinline__ explicit RoundedChunk(RawChunk<typename Operand<product>::Element, kChunkLen<product>> raw) {
+    if constexpr (product == Product::Bf16Pair) {
+      float x[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = __uint_as_float(raw.bits[i]);
+      split_bf16(x, first, second);
+      return;
+    } else if constexpr (product == Product::Tf32) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // Half of TF32's last place more: as round_tf32 in 2 instructions of 4, which keep inf and nan.
@@ -69,15 +75,15 @@ struct RoundedChunk {
         raw.bits[i] = __float_as_uint(fmaf(power, 0x1p-11f, __uint_as_float(raw.bits[i])));
       }
     } else if constexpr (product == Product::Fp32) {
-      cross = split(raw);
+      second = split(raw);
     }
-    high = raw.pack();
+    first = raw.pack();
   }
 
-  // The cross chunk goes `cross_offset` chunks behind.
-  __device__ __forceinline__ void store(uint4* to, int cross_offset) const {
-    *to = high;
-    if constexpr (product == Product::Fp32) to[cross_offset] = cross;
+  // The second part goes `offset` chunks behind the first.
+  __device__ __forceinline__ void store(uint4* to, int offset) const {
+    *to = first;
+    if constexpr (Operand<product>::kSplits == 2) to[offset] = second;
   }
 
  private:

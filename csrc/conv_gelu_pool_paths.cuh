@@ -28,7 +28,7 @@ std::shared_ptr<const Plan> plan_portable(const ConvShape& shape, Product produc
 // Null where the Hopper path does not take the shape. has_pairs: neighbours along W lie side by side, in aligned pairs.
 std::shared_ptr<const Plan> plan_hopper(const ConvShape& shape, bool has_pairs, Product product, int device_index);
 
-// Calls f.operator()<product>().
+// Calls f.operator()<product>() with one that the forward multiplies.
 template <typename F>
 void dispatch_product(Product product, F&& f) {
   switch (product) {
@@ -36,10 +36,8 @@ void dispatch_product(Product product, F&& f) {
     case Product::Fp32: return f.template operator()<Product::Fp32>();
     case Product::Bf16: return f.template operator()<Product::Bf16>();
     case Product::Fp16: return f.template operator()<Product::Fp16>();
+    case Product::Bf16Pair: break;
   }
 }
-
-inline int chunk_len(Product product) { return product == Product::Tf32 || product == Product::Fp32 ? 4 : 8; }
-inline int num_splits(Product product) { return product == Product::Fp32 ? 2 : 1; }
 
 }  // namespace fxfuse::conv_gelu_pool

@@ -12,13 +12,15 @@
 namespace fxfuse::conv_gelu_pool {
 
 // What the tensor cores multiply. Fp32 is as accurate as fp32: operands in two parts, a product of TF32 and one of bf16 (common/mma.cuh).
-enum class Product { Tf32, Fp32, Bf16, Fp16 };
+// Bf16Pair, for gradients, whose operands must be of 16 bits: fp32 operands as sums of two bf16 values, of whose products the three large
+// ones are taken. That leaves 2^-16 of a product, TF32 2^-11.
+enum class Product { Tf32, Fp32, Bf16, Fp16, Bf16Pair };
 
 template <Product product>
 struct Operand {
   using Element = float;  // in memory
-  using Mma = Tf32;
-  static constexpr int kSplits = product == Product::Fp32 ? 2 : 1;
+  using Mma = std::conditional_t<product == Product::Bf16Pair, __nv_bfloat16, Tf32>;
+  static constexpr int kSplits = product == Product::Tf32 ? 1 : 2;
 };
 template <>
 struct Operand<Product::Bf16> {
@@ -34,8 +36,10 @@ struct Operand<Product::Fp16> {
 };
 
 // Channels that one 16-byte chunk of a pixel holds.
+constexpr int chunk_len(Product product) { return product == Product::Tf32 || product == Product::Fp32 ? 4 : 8; }
+constexpr int num_splits(Product product) { return product == Product::Fp32 || product == Product::Bf16Pair ? 2 : 1; }
 template <Product product>
-constexpr int kChunkLen = kChunkBytes / static_cast<int>(sizeof(typename Operand<product>::Element));
+constexpr int kChunkLen = chunk_len(product);
 
 // GELU's own error must vanish beside the operands' rounding, 5e-4 in TF32 and 5e-7 in Fp32, or the result's, 2e-4 and more in 16 bits.
 template <Product product>

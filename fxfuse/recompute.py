@@ -10,16 +10,19 @@ import torch
 
 from . import precision
 from .fused import convolution
-from .training import Arguments, Backward, Gradients
+from .training import Arguments, Backward, Gradients, Kernel
 from .vocabulary import expand
 
 aten = torch.ops.aten
 
 
-def through_convolution(tail: Gradients, tail_arguments: Callable[[Arguments], Arguments]) -> Backward:
+def through_convolution(
+    tail: Gradients, tail_arguments: Callable[[Arguments], Arguments], kernel: Kernel = lambda grad, arguments, names: None
+) -> Backward:
     """The gradients of an op that is a convolution and then a tail op.
 
     tail: the tail op's, with the convolution's output as its `input`. tail_arguments: its arguments that the whole op does not have.
+    kernel: see `Backward`.
     """
 
     def gradients(grad: torch.Tensor, arguments: Arguments, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -36,7 +39,10 @@ def through_convolution(tail: Gradients, tail_arguments: Callable[[Arguments], A
         input, weight = (torch.empty(arguments[name].shape, device="meta") for name in ("input", "weight"))
         return math.prod(convolution(input, weight, *_geometry(arguments)).shape)
 
-    return Backward(gradients, inner, lambda name, arguments: name == "input" and arguments["input"].dim() == arguments["weight"].dim())
+    def is_sample(name: str, arguments: Arguments) -> bool:
+        return name == "input" and arguments["input"].dim() == arguments["weight"].dim()
+
+    return Backward(gradients, inner, is_sample, kernel=kernel)
 
 
 def over_channels(bias: torch.Tensor, dims: int) -> torch.Tensor:

@@ -22,6 +22,8 @@ PIECE_BYTES = 64 << 20
 Arguments = Mapping[str, Any]
 # Gradients of the tensors among an op's arguments, by name: gradients(grad, arguments, names), where names are those that are asked for.
 Gradients = Callable[[torch.Tensor, Arguments, Sequence[str]], Mapping[str, torch.Tensor]]
+# The same in one go by a kernel made for it, or None where it does not take them.
+Kernel = Callable[[torch.Tensor, Arguments, Sequence[str]], "Mapping[str, torch.Tensor] | None"]
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,14 @@ class Backward:
     """How an op's gradients come about.
 
     gradients: for a piece of the batch. inner: elements inside the op of a whole call. is_sample: whether an argument has the batch in front.
-    splits: whether samples do not meet inside the op, so that the batch may come in pieces.
+    splits: whether samples do not meet inside the op, so that the batch may come in pieces. kernel: what is tried first, on the whole batch.
     """
 
     gradients: Gradients
     inner: Callable[[Arguments], int]
     is_sample: Callable[[str, Arguments], bool]
     splits: Callable[[Arguments], bool] = lambda arguments: True
+    kernel: Kernel = lambda grad, arguments, names: None
 
 
 def define_training(op: Any, backward: Backward) -> Any:
@@ -78,6 +81,9 @@ def _needed(arguments: Arguments, tensors: Sequence[str], needs: Sequence[bool])
 
 def _in_pieces(backward: Backward, grad: torch.Tensor, arguments: Arguments, tensors: Sequence[str], needs: Sequence[bool]) -> list[torch.Tensor]:
     asked = _needed(arguments, tensors, needs)
+    found = backward.kernel(grad, arguments, list(asked))
+    if found is not None:
+        return [_like(value, found[name]) for name, value in asked.items()]
     samples = [name for name in tensors if isinstance(arguments[name], torch.Tensor) and backward.is_sample(name, arguments)]
     batch = grad.shape[0] if samples else 1
     size = PIECE_BYTES // 4 * batch // max(1, backward.inner(arguments)) if samples and backward.splits(arguments) else batch

@@ -83,6 +83,13 @@ conv_gelu_pool = define(
 )
 
 
+conv_gelu_pool_weight_gradient = define(
+    "conv_gelu_pool_weight_gradient(Tensor grad, Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation, str approximate, str precision, Tensor(a!) of_weight, Tensor(b!)? of_bias) -> bool",
+    lambda *arguments: True,
+)
+
+
 def gelu_pool_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Gradients of gelu_pool with respect to its input, in fp32, and its bias."""
     input, bias, output_size = (arguments[name] for name in ("input", "bias", "output_size"))
@@ -91,6 +98,16 @@ def gelu_pool_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names:
     of_gelu = _adaptive_gradient(grad.float().reshape(*input.shape[:-dims], *grad.shape[input.dim() - dims :] or (1,) * dims), y, dims)
     of_y = aten.gelu_backward(of_gelu, y, approximate=arguments["approximate"])
     return {"input": of_y, "bias": sum_but_channels(of_y, dims)} if "bias" in names else {"input": of_y}
+
+
+def conv_gelu_pool_parameter_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor] | None:
+    """Gradients of conv_gelu_pool with respect to weight and bias, where those are all and the library has a kernel for the convolution."""
+    if not grad.is_cuda or "input" in names:
+        return None
+    found = {name: torch.empty_like(arguments[name]) for name in ("weight", *names)}
+    given = [arguments[name] for name in ("input", "weight", "bias", "stride", "padding", "dilation", "approximate", "precision")]
+    done = conv_gelu_pool_weight_gradient(grad.contiguous(), *given, found["weight"], found.get("bias"))
+    return found if done else None
 
 
 def _adaptive_gradient(grad: torch.Tensor, y: torch.Tensor, dims: int) -> torch.Tensor:
@@ -115,5 +132,7 @@ gelu_pool_training = define_training(
 )
 conv_gelu_pool_training = define_training(
     conv_gelu_pool,
-    through_convolution(gelu_pool_gradients, lambda arguments: {"output_size": [1] * (arguments["weight"].dim() - 2)}),
+    through_convolution(
+        gelu_pool_gradients, lambda arguments: {"output_size": [1] * (arguments["weight"].dim() - 2)}, kernel=conv_gelu_pool_parameter_gradients
+    ),
 )

@@ -92,6 +92,18 @@ __device__ __forceinline__ uint32_t bf16_low_parts(float first, float second) {
   return bits;
 }
 
+// Values as sums of two of bf16 each, which leaves 2^-16 of a value. inf is the low part's.
+__device__ __forceinline__ void split_bf16(float first, float second, uint32_t& high, uint32_t& low) {
+  high = bf16_high_parts(first, second);
+  low = bf16_low_parts(first - __uint_as_float(high << 16), second - __uint_as_float(high & 0xffff0000u));
+}
+__device__ __forceinline__ void split_bf16(const float (&x)[8], uint4& high, uint4& low) {
+  uint32_t highs[4], lows[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) split_bf16(x[2 * i], x[2 * i + 1], highs[i], lows[i]);
+  high = {highs[0], highs[1], highs[2], highs[3]}, low = {lows[0], lows[1], lows[2], lows[3]};
+}
+
 // 4 channels' cross chunk. One operand has its high parts first, the other its low ones.
 enum class CrossOrder { HighFirst, LowFirst };
 template <CrossOrder order>
