@@ -81,7 +81,8 @@ __device__ __forceinline__ void multiply_parity(Columns<operand>& even, Columns<
   if (!Tile::kResident && is_first_lane) mbarrier_arrive(barriers.weights_empty(unreleased));
 }
 
-template <Operand operand>
+// kGradient: instead of the output, the gradient of each value of a pool window goes into `p.output`.
+template <Operand operand, bool kGradient>
 __device__ __forceinline__ void consume(const Problem& p, const HopperPlan& plan, const HopperBarriers& barriers, const float* norm_params,
                                         int warpgroup) {
   using Tile = HopperTile<operand>;
@@ -114,7 +115,9 @@ __device__ __forceinline__ void consume(const Problem& p, const HopperPlan& plan
         }
         add_normalised_rows<Tile::kRows>(even, odd, pooled, poison, norm_params, p.eps);
       }
-      finish_windows<operand>(pooled, norm_params + 2 * kHopperWidth, p.gelu_is_tanh);
+      average_windows(pooled, norm_params + 2 * kHopperWidth);
+      if constexpr (kGradient) apply_gelu_gradient<DataOf<operand>, Tile::kRows>(p, pooled, n, channel, 2 * tile + warpgroup, first_row);
+      else apply_gelu<operand>(pooled, p.gelu_is_tanh);
       store_rows<DataOf<operand>, Tile::kRows>(p, pooled, n, channel, 2 * tile + warpgroup, first_row);
     }
   }
@@ -122,7 +125,7 @@ __device__ __forceinline__ void consume(const Problem& p, const HopperPlan& plan
 
 #endif
 
-template <Operand operand>
+template <Operand operand, bool kGradient = false>
 __global__ void __launch_bounds__(kHopperThreads, 1)
 hopper_kernel(const __grid_constant__ Problem p, const __grid_constant__ HopperPlan plan, const char* __restrict__ packed) {
 #if defined(FXFUSE_HAS_WGMMA)
@@ -143,7 +146,7 @@ hopper_kernel(const __grid_constant__ Problem p, const __grid_constant__ HopperP
     produce_planes<operand>(p, plan, barriers);
   } else {
     take_registers<(Tile::kTerms == 2 ? 216 : 224)>();
-    consume<operand>(p, plan, barriers, norm_params, warpgroup);
+    consume<operand, kGradient>(p, plan, barriers, norm_params, warpgroup);
   }
 #endif
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/gelu.cuh"
+#include "common/gelu_gradient.cuh"
 #include "conv_norm_pool_gelu_hopper_plan.cuh"
 #include "conv_norm_pool_gelu_params.cuh"
 
@@ -20,19 +21,20 @@ __device__ __forceinline__ void stage_hopper_norm_params(const Problem& p, float
   stage_norm_params<T>(p, norm_params, norm_params + 2 * kHopperWidth, 2 * kHopperWidth);
 }
 
-// pooled[8 r + 2 b + e] += the normalised columns 2 w and 2 w + 1 of row r / 2, half r % 2.
+// Of row r / 2, half r % 2.
+__device__ __forceinline__ constexpr int value_index(int r, int b, int e) { return 4 * (4 * (r / 2) + b) + 2 * (r % 2) + e; }
+
+// Takes each row's mean off its values; 1 / standard deviation.
 template <int kRows>
-__device__ __forceinline__ void add_normalised_rows(float (&even)[16 * kRows], float (&odd)[16 * kRows], float (&pooled)[16 * kRows],
-                                                    const float (&poison)[2], const float* norm_weight, float eps) {
+__device__ __forceinline__ void center_rows(float (&even)[16 * kRows], float (&odd)[16 * kRows], float (&rstd)[2 * kRows],
+                                            const float (&poison)[2], float eps) {
   constexpr float kInverseWidth = 1.f / (2 * kHopperWidth);
-  const auto index = [](int r, int b, int e) { return 4 * (4 * (r / 2) + b) + 2 * (r % 2) + e; };
-  const int q = threadIdx.x % 4;
-  float mean[2 * kRows], rstd[2 * kRows];
+  float mean[2 * kRows];
 #pragma unroll
   for (int r = 0; r < 2 * kRows; ++r) {
     float sum_even = 0.f, sum_odd = 0.f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum_even += even[index(r, i / 2, i % 2)], sum_odd += odd[index(r, i / 2, i % 2)];
+    for (int i = 0; i < 8; ++i) sum_even += even[value_index(r, i / 2, i % 2)], sum_odd += odd[value_index(r, i / 2, i % 2)];
     mean[r] = fmaf(warp_sum(sum_even + sum_odd, 4), kInverseWidth, poison[r % 2]);
   }
 #pragma unroll
@@ -40,18 +42,27 @@ __device__ __forceinline__ void add_normalised_rows(float (&even)[16 * kRows], f
     float squares_even = 0.f, squares_odd = 0.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      float &x = even[index(r, i / 2, i % 2)], &y = odd[index(r, i / 2, i % 2)];
+      float &x = even[value_index(r, i / 2, i % 2)], &y = odd[value_index(r, i / 2, i % 2)];
       x -= mean[r], y -= mean[r];
       squares_even = fmaf(x, x, squares_even), squares_odd = fmaf(y, y, squares_odd);
     }
     rstd[r] = rsqrtf(fmaf(warp_sum(squares_even + squares_odd, 4), kInverseWidth, eps));
   }
+}
+
+// pooled[8 r + 2 b + e] += the normalised columns 2 w and 2 w + 1 of row r / 2, half r % 2.
+template <int kRows>
+__device__ __forceinline__ void add_normalised_rows(float (&even)[16 * kRows], float (&odd)[16 * kRows], float (&pooled)[16 * kRows],
+                                                    const float (&poison)[2], const float* norm_weight, float eps) {
+  const int q = threadIdx.x % 4;
+  float rstd[2 * kRows];
+  center_rows<kRows>(even, odd, rstd, poison, eps);
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     const float4 weight = *reinterpret_cast<const float4*>(norm_weight + (8 * b + 2 * q) * 2);
 #pragma unroll
     for (int r = 0; r < 2 * kRows; ++r) {
-      const int i = index(r, b, 0);
+      const int i = value_index(r, b, 0);
       pooled[8 * r + 2 * b] = fmaf(rstd[r], fmaf(weight.y, odd[i], weight.x * even[i]), pooled[8 * r + 2 * b]);
       pooled[8 * r + 2 * b + 1] = fmaf(rstd[r], fmaf(weight.w, odd[i + 1], weight.z * even[i + 1]), pooled[8 * r + 2 * b + 1]);
     }
@@ -66,20 +77,25 @@ __device__ __forceinline__ void store_pair(T* to, float x, float y) {
   pair.store(to);
 }
 
-// Sums of the windows to their gelu(mean + bias).
-template <Operand operand, int kValues>
-__device__ __forceinline__ void finish_windows(float (&pooled)[kValues], const float* pooled_bias, bool is_tanh) {
-  constexpr float kInverseSize = 1.f / 8;
+constexpr float kInverseWindow = 1.f / 8;
+
+// Sums of the windows to their mean + bias.
+template <int kValues>
+__device__ __forceinline__ void average_windows(float (&pooled)[kValues], const float* pooled_bias) {
   const int q = threadIdx.x % 4;
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     const float2 bias = *reinterpret_cast<const float2*>(pooled_bias + 8 * b + 2 * q);
 #pragma unroll
     for (int i = 2 * b; i < kValues; i += 8) {
-      pooled[i] = fmaf(pooled[i], kInverseSize, bias.x);
-      pooled[i + 1] = fmaf(pooled[i + 1], kInverseSize, bias.y);
+      pooled[i] = fmaf(pooled[i], kInverseWindow, bias.x);
+      pooled[i + 1] = fmaf(pooled[i + 1], kInverseWindow, bias.y);
     }
   }
+}
+
+template <Operand operand, int kValues>
+__device__ __forceinline__ void apply_gelu(float (&pooled)[kValues], bool is_tanh) {
   if (is_tanh) {
 #pragma unroll
     for (float& x : pooled) x = gelu<Gelu::Tanh>(x);
@@ -89,10 +105,9 @@ __device__ __forceinline__ void finish_windows(float (&pooled)[kValues], const f
   }
 }
 
-// The output's rows `first_row` ... of plane d, those that exist.
-template <typename T, int kRows>
-__device__ __forceinline__ void store_rows(const Problem& p, const float (&values)[16 * kRows], int64_t n, int channel, int d,
-                                           int first_row) {
+// Calls f(r, element) for the output's rows `first_row` ... of plane d, those that exist; a lane's pairs lie 8 elements apart.
+template <int kRows, typename F>
+__device__ __forceinline__ void at_rows(const Problem& p, int64_t n, int channel, int d, int first_row, F&& f) {
   if (d >= p.d.input) return;
   const int q = threadIdx.x % 4;
   constexpr int64_t kRowSize = kHopperWidth;
@@ -102,7 +117,14 @@ __device__ __forceinline__ void store_rows(const Problem& p, const float (&value
   for (int r = 0; r < 2 * kRows; ++r) {
     const int row = r / 2, half = r % 2;
     if (first_row + row >= p.h.input || channel + 8 * half >= p.out_channels) continue;
-    const int64_t output = first + half * 8 * channel_size + row * kRowSize;
+    f(r, first + half * 8 * channel_size + row * kRowSize);
+  }
+}
+
+template <typename T, int kRows>
+__device__ __forceinline__ void store_rows(const Problem& p, const float (&values)[16 * kRows], int64_t n, int channel, int d,
+                                           int first_row) {
+  at_rows<kRows>(p, n, channel, d, first_row, [&](int r, int64_t output) {
     if (p.output_is_float) {
       float* to = static_cast<float*>(p.output) + output;
 #pragma unroll
@@ -112,7 +134,48 @@ __device__ __forceinline__ void store_rows(const Problem& p, const float (&value
 #pragma unroll
       for (int b = 0; b < 4; ++b) store_pair(to + 8 * b, values[8 * r + 2 * b], values[8 * r + 2 * b + 1]);
     }
-  }
+  });
+}
+
+template <typename T>
+__device__ __forceinline__ float2 load_pair(const void* from, int64_t element) {
+  Vec<T, 2> pair;
+  pair.load(static_cast<const T*>(from) + element);
+  return {pair[0], pair[1]};
+}
+
+template <typename T>
+__device__ __forceinline__ float2 gradient_pair(const Problem& p, int64_t element) {
+  return p.output_is_float ? load_pair<float>(p.grad, element) : load_pair<T>(p.grad, element);
+}
+
+// The same rows of `p.grad`; what does not exist is 0.
+template <typename T, int kRows>
+__device__ __forceinline__ void load_gradients(const Problem& p, float (&values)[16 * kRows], int64_t n, int channel, int d, int first_row) {
+#pragma unroll
+  for (float& value : values) value = 0.f;
+  at_rows<kRows>(p, n, channel, d, first_row, [&](int r, int64_t element) {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float2 pair = gradient_pair<T>(p, element + 8 * b);
+      values[8 * r + 2 * b] = pair.x, values[8 * r + 2 * b + 1] = pair.y;
+    }
+  });
+}
+
+// x of a window to the gradient of each of its values: grad * gelu'(x) / size.
+template <typename T, int kRows>
+__device__ __forceinline__ void apply_gelu_gradient(const Problem& p, float (&pooled)[16 * kRows], int64_t n, int channel, int d, int first_row) {
+  at_rows<kRows>(p, n, channel, d, first_row, [&](int r, int64_t element) {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float2 grad = gradient_pair<T>(p, element + 8 * b);
+      const auto differentiate = [&](float& x, float grad) {
+        x = grad * (kInverseWindow * (p.gelu_is_tanh ? gelu_derivative<true>(x) : gelu_derivative<false>(x)));
+      };
+      differentiate(pooled[8 * r + 2 * b], grad.x), differentiate(pooled[8 * r + 2 * b + 1], grad.y);
+    }
+  });
 }
 
 }  // namespace fxfuse::conv_norm_pool_gelu

@@ -102,12 +102,12 @@ __device__ __forceinline__ void store_shared(uint32_t to, const uint4& words) {
 }
 
 // A pixel's 16 bytes into both copies; the shifted one gets a zero where the row's right neighbour would be.
-template <Operand operand>
+template <int kCopyBytes>
 __device__ __forceinline__ void store_pixel(uint32_t line, const uint4& words) {
   const int w = threadIdx.x % kWarpSize;
   const uint32_t keep = w == 0 ? 0u : 0xffffffffu;
   store_shared(line + w * kChunkBytes, words);
-  store_shared(line + HopperTile<operand>::kCopyBytes + (w + kHopperWidth - 1) % kHopperWidth * kChunkBytes,
+  store_shared(line + kCopyBytes + (w + kHopperWidth - 1) % kHopperWidth * kChunkBytes,
                make_uint4(words.x & keep, words.y & keep, words.z & keep, words.w & keep));
 }
 
@@ -149,10 +149,10 @@ __device__ __forceinline__ void stage_rows(const Problem& p, const DataOf<operan
         split_word(words.y, high[1], low[1]);
         split_word(words.z, high[2], low[2]);
         split_word(words.w, high[3], low[3]);
-        store_pixel<operand>(line + Tile::kTermBytes, cross_chunk<CrossOrder::HighFirst>(high, low));
+        store_pixel<Tile::kCopyBytes>(line + Tile::kTermBytes, cross_chunk<CrossOrder::HighFirst>(high, low));
         words = make_uint4(__float_as_uint(high[0]), __float_as_uint(high[1]), __float_as_uint(high[2]), __float_as_uint(high[3]));
       }
-      store_pixel<operand>(line, words);
+      store_pixel<Tile::kCopyBytes>(line, words);
     }
   }
 }

@@ -43,6 +43,7 @@ struct Problem {
   int64_t input_stride[5];  // n, c, d, h, w
   bool reads_records;       // channels are innermost, and every record of them is whole and 16-byte aligned
   void* output;             // dense [n, output channel, pooled d, h, w]
+  const void* grad;         // of the output and as it is, for kernels that make gradients
   int64_t num_n;
   int in_channels, out_channels;
   Axis d, h, w;

@@ -92,6 +92,15 @@ conv_norm_pool_gelu = define(
 )
 
 
+conv_norm_pool_gelu_weight_gradient = define(
+    "conv_norm_pool_gelu_weight_gradient(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor? addend, Tensor? norm_weight, "
+    "Tensor? norm_bias, bool transposed, SymInt[] stride, SymInt[] padding, SymInt[] output_padding, float addend_scale, "
+    "float addend_value, float eps, int[] pool_size, str approximate, str precision, Tensor(a!) of_weight, Tensor(b!)? of_norm_weight, "
+    "Tensor(c!) of_values) -> bool",
+    lambda *arguments: True,
+)
+
+
 def norm_pool_gelu_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Gradients of norm_pool_gelu with respect to its input, in fp32, and what is asked for of the rest."""
     input, bias, addend = (arguments[name] for name in ("input", "bias", "addend"))
@@ -116,6 +125,26 @@ def norm_pool_gelu_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], n
     return {name: found[name] for name in ("input", *names)}
 
 
+def conv_norm_pool_gelu_parameter_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor] | None:
+    """Gradients of conv_norm_pool_gelu but for its input's, where the library has a kernel for the convolution."""
+    if not grad.is_cuda or "input" in names:
+        return None
+    given = [arguments[name] for name in arguments if name != "out_dtype"]
+    found = {name: torch.empty_like(arguments[name], memory_format=torch.contiguous_format) for name in names if name == "norm_weight"}
+    found["weight"] = torch.empty_like(arguments["weight"])
+    of_values = torch.empty_like(grad, memory_format=torch.contiguous_format)  # of every value in an output's window
+    if not conv_norm_pool_gelu_weight_gradient(grad.contiguous(), *given, found["weight"], found.get("norm_weight"), of_values):
+        return None
+    if "norm_bias" in names:
+        depth, height, width = arguments["pool_size"]
+        of_columns = of_values.sum(list(range(of_values.dim() - 1)), dtype=torch.float32) * (depth * height)
+        found["norm_bias"] = of_columns.repeat_interleave(width)
+    # What is constant along a row drops out of its norm: the gradient is 0, or nan where the row is.
+    nothing = (found["weight"].float() * 0).sum()
+    found.update({name: nothing.expand_as(arguments[name]) for name in ("bias", "addend") if name in names})
+    return found
+
+
 def _is_sample(name: str, arguments: Mapping[str, Any]) -> bool:
     input, value = arguments["input"], arguments[name]
     return name in ("input", "addend") and value.dim() == input.dim() == 5 and value.shape[0] == input.shape[0]
@@ -137,4 +166,4 @@ norm_pool_gelu_training = define_training(
         splits=lambda arguments: arguments["norm_ndim"] < 5,
     ),
 )
-conv_norm_pool_gelu_training = define_training(conv_norm_pool_gelu, through_convolution(norm_pool_gelu_gradients, _fused_norm))
+conv_norm_pool_gelu_training = define_training(conv_norm_pool_gelu, through_convolution(norm_pool_gelu_gradients, _fused_norm, kernel=conv_norm_pool_gelu_parameter_gradients))

@@ -88,18 +88,30 @@ FXFUSE_WGMMA_N128(__half, "16", "f16", ", 0, 0")
 // 8 rows of K are a core matrix of 128 bytes, 8 columns of N each, and the descriptor's pitches are those of K groups and of N groups.
 #define FXFUSE_WGMMA_REGISTERS(name, type)                                                                             \
   __device__ __forceinline__ void wgmma(float (&d)[4], const uint32_t* a, uint64_t b, int accumulate, name) {          \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"                                                          \
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32." type "." type " {%0, %1, %2, %3}, "                               \
-        "{%4, %5, %6, %7}, %8, p, 1, 1, 1;\n}\n"                                                                       \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"                                                           \
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32." type "." type " {"                                                \
+        "%0, %1, %2, %3"                                                                                               \
+        "}, {%4, %5, %6, %7}, %8, p, 1, 1, 1;\n}\n"                                                                    \
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                               \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                        \
   }                                                                                                                    \
   __device__ __forceinline__ void wgmma(float (&d)[12], const uint32_t* a, uint64_t b, int accumulate, name) {         \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %17, 0;\n"                                                         \
-        "wgmma.mma_async.sync.aligned.m64n24k16.f32." type "." type " {%0, %1, %2, %3, %4, %5, %6, %7, "               \
-        "%8, %9, %10, %11}, {%12, %13, %14, %15}, %16, p, 1, 1, 1;\n}\n"                                               \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),              \
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])                                                             \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %17, 0;\n"                                                          \
+        "wgmma.mma_async.sync.aligned.m64n24k16.f32." type "." type " {"                                               \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"                                                             \
+        "}, {%12, %13, %14, %15}, %16, p, 1, 1, 1;\n}\n"                                                               \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),                                      \
+          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])                                     \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                        \
+  }                                                                                                                    \
+  __device__ __forceinline__ void wgmma(float (&d)[16], const uint32_t* a, uint64_t b, int accumulate, name) {         \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"                                                          \
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {"                                               \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"                                         \
+        "}, {%16, %17, %18, %19}, %20, p, 1, 1, 1;\n}\n"                                                               \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),                                      \
+          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),                                    \
+          "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])                                                           \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                        \
   }
 FXFUSE_WGMMA_REGISTERS(__nv_bfloat16, "bf16")

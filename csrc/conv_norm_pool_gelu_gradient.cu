@@ -1,0 +1,75 @@
+// fxfuse::conv_norm_pool_gelu_weight_gradient: gradients of conv_norm_pool_gelu with respect to weight and norm_weight, and the gradients of
+// the windows' values; false, and nothing done, for what the kernels do not take: the convolution is then computed again by its library.
+
+#include <string>
+#include <vector>
+
+#include "conv_norm_pool_gelu_arguments.cuh"
+#include "conv_norm_pool_gelu_gradient.cuh"
+
+namespace fxfuse::conv_norm_pool_gelu {
+namespace {
+
+template <Operand operand>
+void run(const Tensor& input, const Problem& forward, const Weight& weight, const Weight& of_weight, const std::optional<Tensor>& of_norm_weight,
+         const void* grad, void* of_values) {
+  using T = DataOf<operand>;
+  const int num_processors = device_attribute(cudaDevAttrMultiProcessorCount, input.get_device_index());
+  const HopperPlan forward_plan = make_hopper_plan<operand>(forward, num_processors);
+  const GradientPlan plan = make_gradient_plan<operand>(forward, num_processors);
+  constexpr int64_t kPackedBytes = int64_t{kHopperTaps} * GradientTile<operand>::kTerms * GradientTile<operand>::kWeightBytes;
+  const int64_t words = (forward_plan.packed_bytes + kPackedBytes) / 4 + int64_t{plan.warpgroups()} * kWalkerPartials;
+  const Tensor workspace = torch::stable::empty(std::vector<int64_t>{words}, ScalarType::Int, std::nullopt, input.device());
+  char* const packed_forward = static_cast<char*>(workspace.data_ptr());
+  char* const packed = packed_forward + forward_plan.packed_bytes;
+  float* const partials = reinterpret_cast<float*>(packed + kPackedBytes);
+  Problem p = forward;
+  p.grad = grad, p.output = of_values;
+  launch(input, {ceil_div(forward_plan.packed_bytes / 4, kPackThreads), kPackThreads}, pack_hopper_weight_kernel<operand>, weight,
+         reinterpret_cast<uint32_t*>(packed_forward));
+  launch(input, {forward_plan.blocks, kHopperThreads, static_cast<size_t>(forward_plan.shared_bytes), true}, hopper_kernel<operand, true>, p,
+         forward_plan, static_cast<const char*>(packed_forward));
+  p.grad = of_values;
+  launch(input, {ceil_div(kPackedBytes / kChunkBytes, kPackThreads), kPackThreads}, pack_gradient_weight<operand>, weight,
+         reinterpret_cast<uint4*>(packed));
+  launch(input, {plan.blocks, kGradientThreads, GradientTile<operand>::kSharedBytes, true}, gradient_kernel<operand>, p, plan,
+         static_cast<const char*>(packed), partials);
+  launch(input, {kJobs * kJobTaps * kOfTap, kSumSlices * 128, 0, true}, sum_weight_gradient<T>, plan, partials, of_weight);
+  if (!of_norm_weight) return;
+  launch(input, {kNormSums, kSumSlices * 128}, sum_norm_gradient<T>, plan, partials, of_norm_weight->data_ptr(),
+         of_norm_weight->scalar_type() == ScalarType::Float);
+}
+
+bool conv_norm_pool_gelu_weight_gradient(const Tensor& grad, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                         const std::optional<Tensor>& addend, const std::optional<Tensor>& norm_weight,
+                                         const std::optional<Tensor>& norm_bias, bool transposed, const std::vector<int64_t>& stride,
+                                         const std::vector<int64_t>& padding, const std::vector<int64_t>& output_padding,
+                                         double addend_scale, double addend_value, double eps, const std::vector<int64_t>& pool_size,
+                                         const std::string& approximate, const std::string& precision, const Tensor& of_weight,
+                                         const std::optional<Tensor>& of_norm_weight, const Tensor& of_values) {
+  Arguments call = check_arguments(input, weight, bias, addend, norm_weight, norm_bias, transposed, stride, padding, output_padding,
+                                   addend_scale, addend_value, eps, pool_size, approximate, precision, grad.scalar_type());
+  require(grad.is_contiguous() && of_values.is_contiguous() && sizes_of(grad).size() == call.output_size.size() &&
+              std::equal(call.output_size.begin(), call.output_size.end(), sizes_of(grad).begin()), "grad has shape ", text_of(sizes_of(grad)),
+          ", but a contiguous one of the output's shape ", text_of(call.output_size), " is needed.");
+  require(!of_norm_weight || of_norm_weight->is_contiguous(), "of_norm_weight is not contiguous, but it must be.");
+  const Problem& p = call.problem;
+  const auto attribute = [&](cudaDeviceAttr a) { return device_attribute(a, input.get_device_index()); };
+  if (grad.numel() == 0 || !hopper_takes(p, attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMultiProcessorCount))) return false;
+  const Weight from = make_weight(weight, p), to = make_weight(of_weight, p);
+  const auto run_as = [&]<Operand operand>() { run<operand>(input, p, from, to, of_norm_weight, grad.data_ptr(), of_values.data_ptr()); };
+  switch (call.operand) {
+    case Operand::Tf32: run_as.template operator()<Operand::Tf32>(); return true;
+    case Operand::Bf16: run_as.template operator()<Operand::Bf16>(); return true;
+    case Operand::Fp16: run_as.template operator()<Operand::Fp16>(); return true;
+    case Operand::Fp32: return false;  // pairs of bf16 are better than TF32, but not as accurate as fp32
+  }
+  return false;
+}
+
+}  // namespace
+}  // namespace fxfuse::conv_norm_pool_gelu
+
+STABLE_TORCH_LIBRARY_IMPL(fxfuse, CUDA, m) {
+  m.impl("conv_norm_pool_gelu_weight_gradient", TORCH_BOX(&fxfuse::conv_norm_pool_gelu::conv_norm_pool_gelu_weight_gradient));
+}

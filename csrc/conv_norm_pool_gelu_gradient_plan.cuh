@@ -1,0 +1,71 @@
+// conv_norm_pool_gelu, the gradient kernel: how it lays out shared memory, and how blocks share the work. Pure functions.
+#pragma once
+
+#include "conv_norm_pool_gelu_hopper_plan.cuh"
+
+namespace fxfuse::conv_norm_pool_gelu {
+
+constexpr int kGradientGroups = 2, kGradientThreads = kGradientGroups * 128;  // warpgroups, each with columns and planes of its own
+constexpr int kJobs = 5, kJobTaps = 6, kOfTap = kHopperInChannels / 2;         // a thread's sums of a tap
+constexpr int kNormSums = kHopperWidth / 2;                                    // a thread's sums of the norm's weight
+
+// Shared memory. Terms: in fp32 the two bf16 parts. A tile has 64 output channels x 2 rows of 32 pixels; planes as in HopperTile.
+template <Operand operand>
+struct GradientTile {
+  static constexpr int kTerms = sizeof(DataOf<operand>) == 4 ? 2 : 1;
+  static constexpr int kRows = 2, kPixels = kRows * kHopperWidth, kChunkChannels = 8, kChunks = kHopperInChannels / kChunkChannels, kSlots = 2;
+  static constexpr int kLineBytes = kHopperWidth * kChunkBytes, kCopyBytes = (kRows + 1) * kLineBytes, kChunkPitch = 2 * kCopyBytes;
+  static constexpr int kTermBytes = kChunks * kChunkPitch, kPlaneBytes = kTerms * kTermBytes;
+  static constexpr int kWeightPitch = kHopperOutChannels * kChunkBytes, kWeightBytes = kChunks * kWeightPitch;  // of a tap's term
+  static constexpr int kMostTaps = 12, kNormSumBytes = kNormSums * kGradientThreads * static_cast<int>(sizeof(float));
+  static constexpr int kHeaderBytes = 1024;  // the norm's parameters
+  static constexpr int kSharedBytes =
+      kHeaderBytes + kNormSumBytes + kMostTaps * kTerms * kWeightBytes + kGradientGroups * kSlots * kPlaneBytes;
+  static_assert(kSharedBytes <= HopperTile<operand>::kMostBytes);
+};
+
+// The accumulators of a warpgroup hold 6 taps, those of one output parity (d, h) or half of the 12 of the last one: a job. Blocks stay at
+// theirs, so that nothing but x and the windows' gradients moves; the last parity's output is computed twice.
+struct GradientJob {
+  int parity, first_pair, pairs;  // pairs of (plane, row) neighbours whose 3 taps it sums
+  int first_block, blocks;
+
+  __host__ __device__ int all_pairs() const { return (1 << (parity >> 1)) << (parity & 1); }
+  // In the order of HopperTap.
+  __host__ __device__ int first_tap() const { return parity == 0 ? 0 : parity == 1 ? 3 : parity == 2 ? 9 : 15; }
+  // Of two jobs of one parity the first speaks for the norm.
+  __host__ __device__ bool sums_norm() const { return first_pair == 0; }
+};
+
+struct GradientPlan {
+  GradientJob jobs[kJobs];
+  int row_blocks, blocks;
+  int64_t columns;
+
+  __host__ __device__ int warpgroups() const { return blocks * kGradientGroups; }
+};
+
+// Blocks by what a tile costs a job: its arithmetic, and 3 taps of output and of gradient a pair, on an H200 about in these proportions.
+template <Operand operand>
+GradientPlan make_gradient_plan(const Problem& p, int num_processors) {
+  constexpr double kArithmetic = GradientTile<operand>::kTerms == 2 ? 1700 : 1400;
+  constexpr double kOutput = GradientTile<operand>::kTerms == 2 ? 600 : 200, kGradient = GradientTile<operand>::kTerms == 2 ? 900 : 300;
+  GradientPlan plan{.jobs = {{0, 0, 1}, {1, 0, 2}, {2, 0, 2}, {3, 0, 2}, {3, 2, 2}}, .row_blocks = 0, .blocks = num_processors, .columns = 0};
+  plan.row_blocks = static_cast<int>(ceil_div(p.h.input, GradientTile<operand>::kRows));
+  plan.columns = p.num_n * plan.row_blocks;
+  double all = 0;
+  const auto cost = [&](const GradientJob& job) { return kArithmetic + kOutput * job.all_pairs() + kGradient * job.pairs; };
+  for (const GradientJob& job : plan.jobs) all += cost(job);
+  double until = 0;
+  int first = 0;
+  for (int i = 0; i < kJobs; ++i) {
+    until += cost(plan.jobs[i]);
+    const int most_left = num_processors - (kJobs - 1 - i);
+    const int end = i == kJobs - 1 ? num_processors : std::clamp(static_cast<int>(until / all * num_processors + 0.5), first + 1, most_left);
+    plan.jobs[i].first_block = first, plan.jobs[i].blocks = end - first;
+    first = end;
+  }
+  return plan;
+}
+
+}  // namespace fxfuse::conv_norm_pool_gelu
