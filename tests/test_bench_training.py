@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxfuse.bench import checks, contenders, results, row, table, workloads
+from fxfuse.bench import chart, checks, contenders, results, row, table, workloads
 from fxfuse.bench.work import Step, Training
 from fxfuse.cli import main
 from fxfuse.headline import ConvGeluPool, ConvNormPoolGelu
@@ -196,6 +196,20 @@ def test_tables_of_gpu_rows() -> None:
     text = table.text({"suite": "sweep", "rows": kept, "ceilings": ceilings})
     for cell in ("inductor ms, MB", "2.0000, 400", "1.5000, 100", "auto within 1.02x of inductor: 0 of 0"):
         assert cell in text
+
+
+def test_chart_of_time_and_of_memory(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    blank = row.Row("chain", "chain", "float32", "tf32", "contiguous", [[1]], "inductor", training=True, wall_ms=2.0, peak_mb=400.0)
+    kept = [dataclasses.asdict(own) for own in (blank, dataclasses.replace(blank, contender="fxfuse save", gpu_ms=1.5, peak_mb=None))]
+    chart.draw({"suite": "headline", "rows": kept, "device": "a GPU", "torch": "2"}, tmp_path / "both.svg")
+    drawn = (tmp_path / "both.svg").read_text()
+    for label in ("GPU ms a training step", "peak MB of a training step", "fxfuse save"):
+        assert f"<!-- {label}" in drawn
+    chart.draw(
+        {"suite": "headline", "rows": [{**own, "peak_mb": None} for own in kept], "device": "a CPU", "torch": "2"}, tmp_path / "time.svg"
+    )
+    assert "peak MB" not in (tmp_path / "time.svg").read_text()
 
 
 def test_a_memory_estimate_of_a_step_is_larger(monkeypatch: pytest.MonkeyPatch, model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,3 +86,8 @@ def groups(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     for row in rows:
         found.setdefault(name_of(row), []).append(row)
     return found
+
+
+def rivals(rows: Sequence[dict[str, Any]]) -> str:
+    """What `auto` was held against."""
+    return "the faster of inductor and tail" if any(row["contender"] == "fxfuse tail" for row in rows) else "inductor"

@@ -7,7 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from .results import groups
+from .results import groups, rivals
 
 Rows = Sequence[dict[str, Any]]
 Column = Callable[[dict[str, Any]], str]
@@ -123,8 +123,7 @@ def _verdict(rows: Rows) -> str:
     judged = [row for row in rows if row["auto"]]
     within = sum(row["auto"]["within"] for row in judged)
     slower = [name for name, members in groups(rows).items() if any((row["auto"] or {}).get("slower") for row in members)]
-    rival = "the faster of inductor and tail" if any(row["contender"] == "fxfuse tail" for row in rows) else "inductor"
-    sentence = f"auto within 1.02x of {rival}: {within} of {len(judged)}; slower beyond the noise of the rounds: {len(slower)}"
+    sentence = f"auto within 1.02x of {rivals(rows)}: {within} of {len(judged)}; slower beyond the noise of the rounds: {len(slower)}"
     return "\n  ".join([sentence, *slower])
 
 
