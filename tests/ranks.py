@@ -17,17 +17,16 @@ fully_shard(model, mesh=mesh)
 wrapped = torch.compile(model, backend="fxfuse", options={"fxfuse.select": "always"})
 """
 PROGRAM = """
-import copy, sys, torch, torch.distributed as dist
+import copy, os, sys, torch, torch.distributed as dist
 from torch import nn
 sys.path.insert(0, {tests!r})
 from test_training_compiled import Net, STRICT, volume
 torch.manual_seed(0)
-dist.init_process_group({backend!r})
-rank = dist.get_rank()
-device = torch.device({device!r}, rank if {device!r} == "cuda" else None)
+rank, device = int(os.environ["RANK"]), torch.device({device!r})
 if device.type == "cuda":
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(rank)
     torch.backends.cudnn.allow_tf32 = False
+dist.init_process_group({backend!r})
 model = Net().eval()
 model.volume.sum_weight = nn.Parameter(torch.ones(1))  # fully_shard takes no scalars
 model = model.to(device)

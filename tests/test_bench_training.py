@@ -176,6 +176,8 @@ def test_the_sweep_is_of_every_kind_and_of_the_inferences_workloads(device: str)
     assert 20 <= len(swept) <= 40 and {str(workload) for workload in swept} <= {
         str(workload) for workload in workloads.sweep(torch.device(device))
     }
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert device == "cpu" or f"fp32, {len(swept)} workloads on a GPU" in readme
     assert {workload.kind for workload in swept} == set(workloads.kinds(torch.device(device)))
     assert all(count >= 12 for count in Counter(workload.chain for workload in swept).values())
 
@@ -196,6 +198,19 @@ def test_tables_of_gpu_rows() -> None:
     text = table.text({"suite": "sweep", "rows": kept, "ceilings": ceilings})
     for cell in ("inductor ms, MB", "2.0000, 400", "1.5000, 100", "auto within 1.02x of inductor: 0 of 0"):
         assert cell in text
+
+
+def test_an_error_above_the_bound_is_listed() -> None:
+    blank = row.Row("chain", "chain", "bfloat16", "", "contiguous", [[1]], "fxfuse save", training=True, eager_error=1e-3)
+    errors = {"weight": 3e-3, "bias": 1e-3}
+    kept = [
+        dataclasses.asdict(dataclasses.replace(blank, contender=name, error=3e-3, errors=errors)) for name in ("inductor", "fxfuse save")
+    ]
+    kept += [dataclasses.asdict(dataclasses.replace(blank, contender="fxfuse", error=1.9e-3, errors={"weight": 1.9e-3}))]
+    text = table.text({"suite": "headline", "rows": kept, "ceilings": {"bytes_per_s": 4e12, "flops_per_s": {}}})
+    assert (
+        "chain bfloat16 contiguous: fxfuse save's gradient of weight errs by 3.0e-03, above 2.0e-03" in text and text.count("errs by") == 1
+    )
 
 
 def test_chart_of_time_and_of_memory(tmp_path: Path) -> None:

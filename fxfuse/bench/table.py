@@ -7,7 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from .results import groups, rivals
+from .results import groups, name_of, rivals
 
 Rows = Sequence[dict[str, Any]]
 Column = Callable[[dict[str, Any]], str]
@@ -112,10 +112,19 @@ def _tail(row: dict[str, Any], unit: str) -> list[str]:
 
 
 def _notes(rows: Rows) -> list[str]:
-    """Each failure once, and why errors are missing."""
+    """Each failure once, why errors are missing, and of training those above the bound."""
     failures = [f"{row['contender']} failed: {row['failed']}" for row in rows if row["failed"]]
     missing = [f"{name}: {members[0]['no_error']}" for name, members in groups(rows).items() if members[0]["no_error"]]
-    return ["\n".join(dict.fromkeys([*failures, *missing]))]
+    return ["\n".join(dict.fromkeys([*failures, *missing, *filter(None, map(_above, rows))]))]
+
+
+def _above(row: dict[str, Any]) -> str:
+    """Where fxfuse's gradients are further from fp64 than twice eager's, or twice what TF32 stands for."""
+    bound = 2 * max(row["eager_error"] or 0.0, row["tf32_error"] or 0.0)
+    if not (row["training"] and row["contender"].startswith("fxfuse") and bound and row["error"] and row["error"] > bound):
+        return ""
+    worst = max(row["errors"], key=row["errors"].get)
+    return f"{name_of(row)}: {row['contender']}'s gradient of {worst} errs by {row['error']:.1e}, above {bound:.1e}"
 
 
 def _verdict(rows: Rows) -> str:
