@@ -1,20 +1,23 @@
 """Training with both chains: a classifier of small volumes learns the same in eager, Inductor and fxfuse.
 
-    python examples/train.py                  # --steps N, --batch N, --size N, --dtype bfloat16
+    python examples/train.py                  # --steps N, --batch N, --size N, --dtype bfloat16, --json FILE
 
-The data is made here: balls, boxes, shells and rods of random size and place, in noise. Each way to run the model is a process of its own, which
-prints its steps a second and its peak memory. How far two loss curves may be apart is not obvious, since rounding grows with every step: the
+The data is made here: balls, boxes, shells and rods of random size and place, in noise. Each way to run the model is a process of its own, whose
+steps a second (of what comes behind the data) and peak memory are printed. How far two loss curves may be apart is not obvious, since rounding grows with every step: the
 yardstick is a second eager run that sees each batch in another order, so that it adds up the same numbers differently.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import resource
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +26,8 @@ from torch import nn
 
 import fxfuse
 
+# Steps in which the model is compiled and the device gets warm: they are not timed.
+WARM_UP = 3
 SHAPES = ("ball", "box", "shell", "rod")
 # "always": under "auto" chains that need a gradient are left to Inductor. Strict: one that is not fused would be an error.
 RUNS = {
@@ -74,6 +79,8 @@ def volumes(count: int, size: int, generator: torch.Generator) -> tuple[torch.Te
 
 @dataclass(frozen=True)
 class Trained:
+    """What a run came to. losses: of every step. peak_mb: see _peak_bytes. fused: chains."""
+
     losses: list[float]
     steps_per_s: float
     peak_mb: float
@@ -86,25 +93,28 @@ def train(name: str, arguments: argparse.Namespace) -> Trained:
     torch.manual_seed(0)
     model = Classifier(arguments.size).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = torch.compile(model, **RUNS[name]) if RUNS[name] else model
     data = torch.Generator().manual_seed(1)
     losses: list[torch.Tensor] = []
-    start = 0.0
+    seconds = 0.0
     for step in range(arguments.steps):
-        if step == 3:  # compiled and warm
-            start = _now(device)
-        x, label = volumes(arguments.batch, arguments.size, data)
+        if step == WARM_UP and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        x, label = (value.to(device) for value in volumes(arguments.batch, arguments.size, data))
         if "another order" in name:
             x, label = x.flip(0), label.flip(0)
+        start = _now(device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = F.cross_entropy(run(x.to(device)), label.to(device))
-        loss.backward()
-        optimizer.step()
+            loss = F.cross_entropy(run(x), label)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
+        seconds += _now(device) - start if step >= WARM_UP else 0.0
         losses.append(loss.detach())
-    seconds = _now(device) - start
     fused = sum(len(report.fused) for report in fxfuse.reports())
-    return Trained([float(loss) for loss in losses], (arguments.steps - 3) / seconds, _peak_bytes(device) / 1e6, fused)
+    return Trained([float(loss) for loss in losses], (arguments.steps - WARM_UP) / seconds, _peak_bytes(device) / 1e6, fused)
 
 
 def _now(device: torch.device) -> float:
@@ -114,7 +124,7 @@ def _now(device: torch.device) -> float:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Of the tensors on a GPU, of the whole process on a CPU."""
+    """Of the tensors on a GPU since the warm-up, of the whole process on a CPU."""
     return torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -123,15 +133,22 @@ def _apart(left: Trained, right: Trained) -> float:
     return max(abs(a - b) for a, b in zip(left.losses, right.losses))
 
 
+def _as_json(arguments: argparse.Namespace, runs: dict[str, Trained]) -> dict[str, Any]:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    given = {key: value for key, value in vars(arguments).items() if key != "json"}
+    return {"device": device, "torch": torch.__version__, **given, "runs": {name: asdict(run) for name, run in runs.items()}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="at least 4: the first three are not timed (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="volumes a step (default: %(default)s)")
     parser.add_argument("--size", type=int, default=16, help="of a volume in each dimension (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="autocast's; float32: none")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every loss, steps a second, peak MB and chains fused to this file")
     arguments = parser.parse_args()
-    if arguments.steps < 4:
-        parser.error(f"--steps {arguments.steps} is not at least 4")
+    if arguments.steps <= WARM_UP:
+        parser.error(f"--steps {arguments.steps} is not at least {WARM_UP + 1}")
     runs = {}
     for name in RUNS:
         print(f"training: {name}", file=sys.stderr)
@@ -142,6 +159,8 @@ def main() -> None:
     print(tabulate([[step + 1, *(run.losses[step] for run in runs.values())] for step in shown], ("step", *runs), floatfmt=".5f"))
     rows = [(name, f"{run.steps_per_s:.1f}", f"{run.peak_mb:.0f}", f"{_apart(run, eager):.1e}", run.fused) for name, run in runs.items()]
     print("\n" + tabulate(rows, ("", "steps/s", "peak MB", "furthest from eager's loss", "chains fused")))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(_as_json(arguments, runs), indent=1) + "\n")
     assert runs["fxfuse"].fused == 3, "the model has three chains"
     assert arguments.steps < 60 or eager.losses[-1] < 0.8 * eager.losses[0], "the model learns nothing"
 

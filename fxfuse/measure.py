@@ -196,10 +196,22 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 def tf32_result(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     """The fp64 result of the model whose convolution's fp32 operands are first rounded to TF32: the error that TF32 stands for."""
+    model, inputs = tf32_operands(model, inputs)
+    return fp64_result(model, *inputs)
+
+
+@torch.no_grad()
+def tf32_operands(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A copy of the model with its convolution's fp32 weight rounded to TF32, and the inputs rounded alike."""
     model = copy.deepcopy(model)
-    convolution = next(module for module in model.modules() if isinstance(module, CONVOLUTIONS))
-    convolution.weight.copy_(rounded_to_tf32(convolution.weight))
-    return fp64_result(model, *map(rounded_to_tf32, inputs))
+    weight = first_convolution(model).weight
+    weight.copy_(rounded_to_tf32(weight))
+    return model, tuple(map(rounded_to_tf32, inputs))
+
+
+def first_convolution(model: nn.Module) -> nn.Module:
+    """The model's convolution, of a model that has one."""
+    return next(module for module in model.modules() if isinstance(module, CONVOLUTIONS))
 
 
 def rounded_to_tf32(x: torch.Tensor) -> torch.Tensor:

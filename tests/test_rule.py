@@ -67,6 +67,7 @@ def replayed(result: dict[str, Any], patch: pytest.MonkeyPatch) -> Iterator[tupl
     """What was measured for each workload of a sweep, and what the rule decides for it today, on the device of the sweep."""
     measured: dict[Key, Rows] = {}
     for row in result["rows"]:
+        assert not row.get("training"), "the rule for calls is replayed on rows of training steps"
         measured.setdefault((row["workload"], row["dtype"], row["precision"], row["layout"]), {})[row["contender"]] = row
     device = "cuda" if result["cuda"] else "cpu"
     patch.setattr(torch, "randn", torch.empty)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from models import ConvGeluPool, ConvNormPoolGelu
 from torch import nn
@@ -243,55 +240,6 @@ def test_autocast(where: str, dtype: torch.dtype) -> None:
     assert len(fxfuse.reports()[-1].fused) == 2
 
 
-RANKS = """
-import sys, torch, torch.distributed as dist
-from torch import nn
-sys.path.insert(0, {tests!r})
-from test_training_compiled import Net, STRICT, backward, volume
-torch.manual_seed(0)
-dist.init_process_group("gloo")
-rank, model, twin = dist.get_rank(), Net().eval(), None
-import copy
-model.volume.sum_weight = nn.Parameter(torch.ones(1))  # fully_shard takes no scalars
-twin = copy.deepcopy(model)
-x = [volume(2), volume(2)]
-torch.cat(x)
-twin(torch.cat(x)).square().sum().div(2).backward()
-{parallel}
-wrapped(x[rank]).square().sum().backward()
-for (name, p), q in zip(model.named_parameters(), twin.parameters()):
-    grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-    if name not in ("volume.conv.bias", "volume.sum_weight"):
-        torch.testing.assert_close(grad, q.grad, rtol=1e-3, atol=1e-4, msg=lambda m: name + ": " + m)
-import fxfuse
-print("fused", sum(len(report.fused) for report in fxfuse.reports()))
-dist.destroy_process_group()
-"""
-DDP = 'wrapped = torch.compile(nn.parallel.DistributedDataParallel(model), backend="fxfuse", options=STRICT)'
-FSDP = """
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.device_mesh import init_device_mesh
-mesh = init_device_mesh("cpu", (2,))
-for part in (model.volume, model.head): fully_shard(part, mesh=mesh)
-fully_shard(model, mesh=mesh)
-wrapped = torch.compile(model, backend="fxfuse", options={"fxfuse.select": "always"})
-"""
-
-
-@pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize("parallel", [ranks.DDP, ranks.FSDP], ids=["DDP", "FSDP2"])
 def test_two_ranks(parallel: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    program = RANKS.format(tests=os.path.dirname(__file__), parallel=parallel)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    printed = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], printed[0][-3000:]
-    assert all("fused 2" in text for text in printed), printed[0][-3000:]
+    ranks.assert_gradients_are_eagers(parallel, backend="gloo", device="cpu")

@@ -4,8 +4,10 @@
     workloads.py   what is measured: models, inputs, dtypes, precisions, layouts; `sweep.py` lists the sweep's shapes (`shapes.py`),
                    `user.py` takes your own model
     counts.py      operations, and the bytes that a call must move
+    work.py        what is timed, a call or a training step, and what its result is held against
     contenders.py  who is measured
-    rows.py        one workload, all its contenders: errors, peak memory, what fxfuse did; `timing.py` their times
+    rows.py        one workload, all its contenders; `checks.py` their errors, peak memory and what fxfuse did, `timing.py` their times,
+                   `row.py` what is kept of that
     tails.py       the tail ops beside a copy
     ceilings.py    what the device reaches at best
     results.py     the JSON file; `table.py` and `chart.py` show it

@@ -6,18 +6,24 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import BenchError
-from .results import groups
+from .results import groups, rivals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Rows = Sequence[dict[str, Any]]
+# A bar's height, from its row.
+Value = Callable[[dict[str, Any]], float | None]
 COLOURS = {"eager": "#b8b8b8", "best inductor": "#7a9cc6", "fxfuse": "#d1495b"}
+TRAINING_COLOURS = {**COLOURS, "fxfuse recompute": "#edae49", "fxfuse save": "#66a182"}
 TITLES = {"conv_norm_pool_gelu": "conv → add → layer_norm → avg_pool3d → gelu", "conv_gelu_pool": "conv → gelu → adaptive_avg_pool"}
 SUFFIXES = (".svg", ".png")
 
@@ -46,38 +52,62 @@ def draw(result: dict[str, Any], target: Path) -> None:
         plt.close(figure)
 
 
-def _models(rows: list[dict[str, Any]], plt: Any) -> Any:
-    """A panel for each model: a group of bars for each dtype and layout, a bar each for eager, the best Inductor and fxfuse."""
+def _models(rows: Rows, plt: Any) -> Any:
+    """A panel for each model: a group of bars for each dtype and layout, a bar each for eager, the best Inductor and fxfuse. Of training steps
+    with fxfuse's ways of the backward, and below it a panel of peak memory."""
     models = list(dict.fromkeys(row["workload"] for row in rows))
-    figure, axes = plt.subplots(1, max(len(models), 1), figsize=(6.5 * max(len(models), 1), 4), constrained_layout=True, squeeze=False)
-    for axis, model in zip(axes[0], models):
-        _bars(axis, list(groups([row for row in rows if row["workload"] == model]).values()))
+    training = any(row.get("training") for row in rows)
+    colours = TRAINING_COLOURS if training else COLOURS
+    lines = [_milliseconds, _megabytes] if training and any(map(_megabytes, rows)) else [_milliseconds]
+    size = (6.5 * max(len(models), 1), 4 * len(lines))
+    figure, axes = plt.subplots(len(lines), max(len(models), 1), figsize=size, constrained_layout=True, squeeze=False)
+    for (line, value), (column, model) in itertools.product(enumerate(lines), enumerate(models)):
+        axis = axes[line][column]
+        _bars(axis, list(groups([row for row in rows if row["workload"] == model]).values()), colours, value)
         axis.set_title(TITLES.get(model, model), fontsize=10)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
+        axis.set_ylabel(_label(rows, value))
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(colours), frameon=False)
     return figure
 
 
-def _bars(axis: Axes, members: list[list[dict[str, Any]]]) -> None:
-    for index, (name, colour) in enumerate(COLOURS.items()):
-        found = [(group, value) for group, rows in enumerate(members) if (value := _bar(rows, name)) is not None]
-        bars = axis.bar([group + 0.27 * (index - 1) for group, _ in found], [value for _, value in found], 0.27, color=colour, label=name)
-        axis.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+def _bars(axis: Axes, members: list[Rows], colours: dict[str, str], value: Value) -> None:
+    width = 0.81 / len(colours)
+    for index, (name, colour) in enumerate(colours.items()):
+        found = [(group, height) for group, rows in enumerate(members) if (height := _bar(rows, name, value)) is not None]
+        places = [group + width * (index - (len(colours) - 1) / 2) for group, _ in found]
+        bars = axis.bar(places, [height for _, height in found], width, color=colour, label=name)
+        form, rotation = "%.2f" if value is _milliseconds else "%.0f", 90 if len(colours) > 3 else 0
+        axis.bar_label(bars, fmt=form, fontsize=7, padding=2 if rotation else 1, rotation=rotation)
     labels = ["\n".join(filter(None, (rows[0]["dtype"], rows[0]["precision"], rows[0]["layout"]))) for rows in members]
     axis.set_xticks(range(len(members)), labels, fontsize=6)
-    on_gpu = any(row["gpu_ms"] is not None for rows in members for row in rows)
-    axis.set_ylabel(f"{'GPU' if on_gpu else 'wall'} ms a call (log scale)")
     axis.set_yscale("log")
+    axis.margins(y=0.12 if len(colours) > 3 else None)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _bar(rows: list[dict[str, Any]], name: str) -> float | None:
-    """A bar's milliseconds; None where none of its contenders has a time. In channels_last, inductor's are among the best of Inductor."""
+def _bar(rows: Rows, name: str, value: Value) -> float | None:
+    """A bar's height; None where none of its contenders has one. In channels_last, inductor's are among the best of Inductor."""
     of_bar = [row for row in rows if (row["contender"].startswith("inductor") if name == "best inductor" else row["contender"] == name)]
-    return min((row["gpu_ms"] or row["wall_ms"] for row in of_bar if row["wall_ms"]), default=None)
+    return min(filter(None, map(value, of_bar)), default=None)
 
 
-def _sweep(rows: list[dict[str, Any]], plt: Any) -> Any:
-    """auto's time over the faster of Inductor and the tail op, a point for each shape with its quartiles, in order."""
+def _milliseconds(row: dict[str, Any]) -> float | None:
+    return row["gpu_ms"] or row["wall_ms"]
+
+
+def _megabytes(row: dict[str, Any]) -> float | None:
+    return row["peak_mb"]
+
+
+def _label(rows: Rows, value: Value) -> str:
+    unit = "a training step" if any(row.get("training") for row in rows) else "a call"
+    if value is _megabytes:
+        return f"peak MB of {unit} (log scale)"
+    return f"{'GPU' if any(row['gpu_ms'] is not None for row in rows) else 'wall'} ms {unit} (log scale)"
+
+
+def _sweep(rows: Rows, plt: Any) -> Any:
+    """auto's time over that of its rivals' faster one, a point for each shape with its quartiles, in order."""
     judged = sorted((row for row in rows if row["auto"]), key=lambda row: row["auto"]["over_rival"][1])
     figure, axis = plt.subplots(figsize=(9, 4), constrained_layout=True)
     for chain, colour in zip(TITLES, ("#d1495b", "#2e6f95")):
@@ -89,7 +119,7 @@ def _sweep(rows: list[dict[str, Any]], plt: Any) -> Any:
     axis.axhline(1, color="#808080", linewidth=0.8)
     axis.set_yscale("log")
     axis.set_xlabel("shapes of the sweep, in order")
-    axis.set_ylabel("auto / best of inductor and tail (log scale)")
+    axis.set_ylabel(f"auto / {rivals(rows)} (log scale)")
     axis.spines[["top", "right"]].set_visible(False)
     if judged:
         axis.legend(frameon=False)

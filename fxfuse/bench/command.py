@@ -21,12 +21,17 @@ DESCRIPTION = """Measures eager, Inductor and fxfuse in turn in the same run, on
   headline                 both headline models in every dtype, TF32 precision and layout (default)
   sweep                    many shapes of both chains: does fxfuse's default choose right?
   tails                    the tail ops alone, beside a copy
-  module.py:factory        your model, as it is, under no_grad: factory() returns (model, tuple of example inputs)
+  module.py:factory        your model, as it is: factory() returns (model, tuple of example inputs)
   package.module:factory   the same, from a module that can be imported
 
 Prints a table: milliseconds (GPU time of calls captured in a CUDA graph, and wall time; medians), time over Inductor's, error against fp64,
 peak memory, achieved rates with their share of what a copy and matrix products reach in the same run, and what fxfuse made of the model.
-Progress goes to stderr."""
+Progress goes to stderr.
+
+A call is one under torch.no_grad(); with --training it is a training step: forward, and the gradients of all parameters that a fixed random
+gradient of the result brings. Time and peak memory are then also shown over those of the fastest of Inductor's contenders, and the error is that
+of the worst parameter's gradient, ||g - g64|| / ||g64||; eager's is its yardstick, and twice that is fair. Left out of it (and named in the file)
+are gradients below 1e-9 of the largest, which are 0 in exact arithmetic. The sweep is then of its large shapes only."""
 EPILOG = f"""contenders: {", ".join(CONTENDERS)}
 
 exit code: 0 when all that was asked for was measured or --seconds ended it, 1 if nothing could be measured, 2 for input that makes no sense,
@@ -43,6 +48,8 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", nargs="?", default="headline", help="headline, sweep, tails, or module.py:factory")
+    parser.add_argument("--training", action="store_true", help="measure training steps instead of calls under no_grad")
+    parser.add_argument("--input-gradient", action="store_true", help="with --training: gradients of floating-point inputs too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure, the device, versions and commit to this file")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --json FILE has from an earlier run of the same versions")
     parser.add_argument("--chart", type=Path, metavar="FILE", help="draw a chart, .svg or .png (needs matplotlib)")
@@ -71,7 +78,7 @@ def main(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         split(None, chain_names())  # raises OptionError for a variable that makes no sense
     device, items = session.prepared(arguments, suite, names)
     split(None, chain_names())  # a model's module may have registered chains, which a variable may name
-    result = results.header(suite, device, arguments.rounds, command)
+    result = results.header(suite, device, arguments.rounds, command, arguments.training, arguments.input_gradient)
     done = results.resume(result, arguments.json) if arguments.resume else set()
     items = {name: measure for name, measure in items.items() if name not in done}
     deadline = None if arguments.seconds is None else start + arguments.seconds
@@ -92,6 +99,10 @@ def _checked(arguments: argparse.Namespace, suite: str) -> list[str]:
         raise BenchError("a model of your own is measured as it is; leave --dtype and --layout out")
     if suite == "tails" and (arguments.contenders or arguments.precision):
         raise BenchError("the tail ops have neither contenders nor a precision; leave --contenders and --precision out")
+    if suite == "tails" and arguments.training:
+        raise BenchError("the tail ops alone have no training step; leave --training out")
+    if arguments.input_gradient and not arguments.training:
+        raise BenchError("--input-gradient needs --training")
     if arguments.rounds < 1:
         raise BenchError(f"--rounds {arguments.rounds} is not at least 1")
     if arguments.resume and not arguments.json:
@@ -102,4 +113,4 @@ def _checked(arguments: argparse.Namespace, suite: str) -> list[str]:
         from . import chart
 
         chart.check(arguments.chart, suite)
-    return [] if suite == "tails" else chosen(arguments.contenders, suite)
+    return [] if suite == "tails" else chosen(arguments.contenders, suite, arguments.training)

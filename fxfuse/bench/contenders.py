@@ -40,15 +40,20 @@ CONTENDERS: Mapping[str, Contender] = {
     "fxfuse always": _fxfuse(select="always"),
     "fxfuse tail": _fxfuse(select="tail"),
     "fxfuse max-autotune": _fxfuse(mode=MODE),
+    "fxfuse recompute": _fxfuse(select="always", backward="recompute"),
+    "fxfuse save": _fxfuse(select="always", backward="save"),
 }
 _WIDE = ("eager", "inductor", "inductor-max-autotune", "inductor channels_last", "inductor-max-autotune channels_last", "fxfuse", "fxfuse always")
 DEFAULTS: Mapping[str, Sequence[str]] = {"headline": _WIDE, "model": _WIDE, "sweep": ("inductor", "fxfuse", "fxfuse always", "fxfuse tail")}
+_TRAINED = ("inductor", "fxfuse", "fxfuse always", "fxfuse recompute", "fxfuse save")
+_TRAINED_WIDE = ("eager", "inductor", "inductor channels_last", *_TRAINED[1:])
+TRAINING_DEFAULTS: Mapping[str, Sequence[str]] = {"headline": _TRAINED_WIDE, "model": _TRAINED_WIDE, "sweep": _TRAINED}
 
 
-def chosen(text: str | None, suite: str) -> list[str]:
+def chosen(text: str | None, suite: str, training: bool = False) -> list[str]:
     """The names in a comma-separated text, or the suite's own; raises BenchError for a name that is no contender."""
     if text is None:
-        return list(DEFAULTS[suite])
+        return list((TRAINING_DEFAULTS if training else DEFAULTS)[suite])
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown or not names:

@@ -45,13 +45,13 @@ def number_of_bytes(values: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def reference_bytes(model: nn.Module, inputs: tuple[Any, ...], counts: Counts | None) -> int | None:
-    """An estimate of what the model takes in fp64 beyond what is there now: its parameters, inputs, and three values of the largest size."""
+def reference_bytes(model: nn.Module, inputs: tuple[Any, ...], counts: Counts | None, held: int) -> int | None:
+    """An estimate of what the model takes in fp64 beyond what is there now: its parameters, inputs, and `held` values of the largest size."""
     if counts is None:
         return None
     leaves = torch.utils._pytree.tree_leaves((list(model.parameters()), list(model.buffers()), inputs))
     elements = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return 8 * (elements + 3 * counts.largest)
+    return 8 * (elements + held * counts.largest)
 
 
 def free_bytes(device: torch.device) -> int | None:

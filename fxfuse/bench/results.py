@@ -1,4 +1,4 @@
-"""The JSON file of a run: what was measured, on what and with what, and the rows (`rows.Row`, or those of `tails.measure`)."""
+"""The JSON file of a run: what was measured, on what and with what, and the rows (`row.Row`, or those of `tails.measure`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ SCHEMA = 1
 # What decides the figures; a result file that is committed beside them does not.
 SOURCES = ("fxfuse", "passes", "csrc")
 # What must be the same for rows of an earlier run to stand beside new ones.
-SAME = ("schema", "suite", "device", "torch", "cuda", "python", "fxfuse", "commit", "rounds")
+SAME = ("schema", "suite", "device", "torch", "cuda", "python", "fxfuse", "commit", "rounds", "training", "input_gradient")
 
 
-def header(suite: str, device: torch.device, rounds: int, command: str) -> dict[str, Any]:
-    """A result without rows. complete: whether every workload was measured."""
+def header(
+    suite: str, device: torch.device, rounds: int, command: str, training: bool = False, input_gradient: bool = False
+) -> dict[str, Any]:
+    """A result without rows. training: whether of training steps. complete: whether every workload was measured."""
     return {
         "schema": SCHEMA,
         "suite": suite,
+        "training": training,
+        "input_gradient": input_gradient,
         "device": device_name(device),
         **versions(),
         "commit": commit(Path(__file__).parents[2]),
@@ -82,3 +86,8 @@ def groups(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     for row in rows:
         found.setdefault(name_of(row), []).append(row)
     return found
+
+
+def rivals(rows: Sequence[dict[str, Any]]) -> str:
+    """What `auto` was held against."""
+    return "the faster of inductor and tail" if any(row["contender"] == "fxfuse tail" for row in rows) else "inductor"

@@ -20,6 +20,7 @@ from .. import library
 from ..command import write_json
 from ..toolchain import BuildError
 from . import BenchError, ceilings, rows, tails, user, workloads
+from .work import Inference, Training, Work
 
 Say = Callable[[str], None]
 # Measures one workload.
@@ -33,14 +34,16 @@ def prepared(arguments: argparse.Namespace, suite: str, names: Sequence[str]) ->
         found, device = user.workload(arguments.what, arguments.precision)
         every: list[Any] = [found]
     else:
-        every = {"headline": workloads.headline, "sweep": workloads.sweep, "tails": tails.tails}[suite](device)
+        swept = workloads.training_sweep if arguments.training else workloads.sweep
+        every = {"headline": workloads.headline, "sweep": swept, "tails": tails.tails}[suite](device)
     wanted = [item for item in every if suite == "model" or _wanted(item, arguments)]
     if not wanted:
         raise BenchError(f"nothing of {suite} on {device.type} fits these options; there are, for example, {every[0]} and {every[-1]}")
     if suite == "tails":
         _load(device)
         return device, {str(tail): functools.partial(_tail, tail, device, arguments.rounds) for tail in wanted}
-    return device, {str(workload): functools.partial(_workload, workload, names, device, arguments.rounds) for workload in wanted}
+    work: Work = Training(arguments.input_gradient) if arguments.training else Inference()
+    return device, {str(workload): functools.partial(_workload, workload, work, names, device, arguments.rounds) for workload in wanted}
 
 
 def _wanted(item: Any, arguments: argparse.Namespace) -> bool:
@@ -65,9 +68,9 @@ def _tail(tail: tails.Tail, device: torch.device, rounds: int, _: ceilings.Ceili
 
 
 def _workload(
-    workload: workloads.Workload, names: Sequence[str], device: torch.device, rounds: int, most: ceilings.Ceilings, say: Say
+    workload: workloads.Workload, work: Work, names: Sequence[str], device: torch.device, rounds: int, most: ceilings.Ceilings, say: Say
 ) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(row) for row in rows.measure(workload, names, device, rounds, most, say)]
+    return [dataclasses.asdict(row) for row in rows.measure(workload, work, names, device, rounds, most, say)]
 
 
 def measured(result: dict[str, Any], items: Mapping[str, Item], device: torch.device, path: Path | None, deadline: float | None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from .results import groups
+from .results import groups, name_of, rivals
 
 Rows = Sequence[dict[str, Any]]
 Column = Callable[[dict[str, Any]], str]
@@ -48,11 +48,13 @@ def _columns(rows: Rows) -> dict[str, Column]:
     columns: dict[str, Column] = {
         "GPU ms": lambda row: _number(row["gpu_ms"], ".3f"),
         "wall ms": lambda row: _number(row["wall_ms"], ".3f"),
-        "/ inductor": lambda row: _number(row["over_inductor"] and row["over_inductor"][1], ".2f"),
+        "/ inductor": lambda row: _middle(row["over_inductor"]),
+        "/ best inductor": lambda row: _middle(row["over_best_inductor"]),
         "error": lambda row: _number(row["error"], ".1e"),
         "eager's": lambda row: _number(row["eager_error"], ".1e"),
         "TF32's": lambda row: _number(row["tf32_error"], ".1e"),
         "peak MB": lambda row: _number(row["peak_mb"], ".1f"),
+        "peak / its": lambda row: _number(row["peak_over_best_inductor"], ".2f"),
         "output MB": lambda row: _number(row["output_mb"], ".1f"),
         f"{unit}B/s": lambda row: _rate(row["bytes_per_s"], row["bytes_share"], unit),
         f"{unit}FLOP/s": lambda row: _rate(row["flops_per_s"], row["flops_share"], unit),
@@ -69,7 +71,7 @@ def _cells(row: dict[str, Any], columns: dict[str, Column]) -> list[str]:
 
 
 def _by_shape(rows: Rows) -> str:
-    """A line for each shape, the contenders' times side by side."""
+    """A line for each shape, the contenders' times side by side, in training with peak memory."""
     names = list(dict.fromkeys(row["contender"] for row in rows))
     lines = []
     for name, members in groups(rows).items():
@@ -81,14 +83,18 @@ def _by_shape(rows: Rows) -> str:
         times = [_time(by_name.get(contender)) for contender in names]
         spread = f"{over[1]:.2f} ({over[0]:.2f}-{over[2]:.2f})" if over else ""
         lines.append([name, *times, spread, _number(max(errors, default=None), ".1e"), _number(own["eager_error"], ".1e"), own["op"] or ""])
-    headers = ["shape", *(f"{name} ms" for name in names), "auto / best", "error", "eager's", "auto became"]
+    unit = "ms, MB" if any(row["training"] and row["peak_mb"] is not None for row in rows) else "ms"
+    headers = ["shape", *(f"{name} {unit}" for name in names), "auto / best", "error", "eager's", "auto became"]
     return tabulate(lines, headers=headers, disable_numparse=True)
 
 
 def _time(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return row["failed"].partition(":")[0] if row["failed"] else _number(row["gpu_ms"] or row["wall_ms"], ".4f")
+    if row["failed"]:
+        return row["failed"].partition(":")[0]
+    peak = f", {row['peak_mb']:.0f}" if row["training"] and row["peak_mb"] is not None else ""
+    return _number(row["gpu_ms"] or row["wall_ms"], ".4f") + peak
 
 
 def _tails(rows: Rows) -> str:
@@ -106,10 +112,19 @@ def _tail(row: dict[str, Any], unit: str) -> list[str]:
 
 
 def _notes(rows: Rows) -> list[str]:
-    """Each failure once, and why errors are missing."""
+    """Each failure once, why errors are missing, and of training those above the bound."""
     failures = [f"{row['contender']} failed: {row['failed']}" for row in rows if row["failed"]]
     missing = [f"{name}: {members[0]['no_error']}" for name, members in groups(rows).items() if members[0]["no_error"]]
-    return ["\n".join(dict.fromkeys([*failures, *missing]))]
+    return ["\n".join(dict.fromkeys([*failures, *missing, *filter(None, map(_above, rows))]))]
+
+
+def _above(row: dict[str, Any]) -> str:
+    """Where fxfuse's gradients are further from fp64 than twice eager's, or twice what TF32 stands for."""
+    bound = 2 * max(row["eager_error"] or 0.0, row["tf32_error"] or 0.0)
+    if not (row["training"] and row["contender"].startswith("fxfuse") and bound and row["error"] and row["error"] > bound):
+        return ""
+    worst = max(row["errors"], key=row["errors"].get)
+    return f"{name_of(row)}: {row['contender']}'s gradient of {worst} errs by {row['error']:.1e}, above {bound:.1e}"
 
 
 def _verdict(rows: Rows) -> str:
@@ -117,7 +132,7 @@ def _verdict(rows: Rows) -> str:
     judged = [row for row in rows if row["auto"]]
     within = sum(row["auto"]["within"] for row in judged)
     slower = [name for name, members in groups(rows).items() if any((row["auto"] or {}).get("slower") for row in members)]
-    sentence = f"auto within 1.02x of the faster of inductor and tail: {within} of {len(judged)}; slower beyond the noise of the rounds: {len(slower)}"
+    sentence = f"auto within 1.02x of {rivals(rows)}: {within} of {len(judged)}; slower beyond the noise of the rounds: {len(slower)}"
     return "\n  ".join([sentence, *slower])
 
 
@@ -128,6 +143,10 @@ def _unit(rows: Rows) -> str:
 
 def _rate(rate: float | None, share: float | None, unit: str) -> str:
     return "" if rate is None else f"{rate / UNITS[unit]:.3g}" + ("" if share is None else f" ({share:.0%})")
+
+
+def _middle(quartiles: Sequence[float] | None) -> str:
+    return _number(quartiles and quartiles[1], ".2f")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from .sweep import shapes
 
 LAYOUTS = ("contiguous", "channels_last")
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+# Elements of a convolution's output from which the training sweep measures a shape: 13 MB in fp32.
+TRAINED_ELEMENTS = 3_250_000
 Built = tuple[nn.Module, tuple[Any, ...]]
 
 
@@ -68,15 +71,32 @@ def headline(device: torch.device) -> list[Workload]:
 def sweep(device: torch.device) -> list[Workload]:
     """Every shape in one kind, every fourth in a second one; the kinds are dealt out in turn."""
     found, dealt = [], kinds(device)
-    # Some shapes are the same once they are small enough for a CPU.
-    sizes = shapes() if device.type == "cuda" else dict.fromkeys(shape.for_cpu() for shape in shapes())
-    for index, shape in enumerate(sizes):
-        # 3 has no factor in common with the number of kinds, so that neighbours, which are alike, differ in all respects.
-        first = 3 * index
-        second = [first + 1 + index // 4 % (len(dealt) - 1)] if index % 4 == 0 else []
-        found += [_swept(shape, dealt[number % len(dealt)]) for number in (first, *second)]
+    for index, shape in enumerate(_sizes(device)):
+        second = [3 * index + 1 + index // 4 % (len(dealt) - 1)] if index % 4 == 0 else []
+        found += [_swept(shape, dealt[number % len(dealt)]) for number in (_first(index), *second)]
     # A shape without channels_last may have been dealt the same kind twice.
     return list({str(workload): workload for workload in found}.values())
+
+
+def training_sweep(device: torch.device) -> list[Workload]:
+    """Of `sweep`, in their first kind, the shapes whose convolution output is large enough to be worth keeping or computing again."""
+    dealt = kinds(device)
+    every = [_swept(shape, dealt[_first(index) % len(dealt)]) for index, shape in enumerate(_sizes(device))]
+    large = [math.prod(shape.between) >= TRAINED_ELEMENTS for shape in _sizes(device).values()]
+    return [workload for workload, is_large in zip(every, large) if is_large]
+
+
+def _sizes(device: torch.device) -> dict[Shape, Shape]:
+    """The sweep's shapes at the device's size, each with the one that it comes from; some are the same once they are small enough for a CPU."""
+    found: dict[Shape, Shape] = {}
+    for shape in shapes():
+        found.setdefault(shape if device.type == "cuda" else shape.for_cpu(), shape)
+    return found
+
+
+def _first(index: int) -> int:
+    """The number of a shape's kind: 3 has no factor in common with the number of kinds, so that neighbours, which are alike, differ in all."""
+    return 3 * index
 
 
 def _swept(shape: Shape, kind: Kind) -> Workload:

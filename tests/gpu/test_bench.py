@@ -38,9 +38,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "on_gpu.py"
 
 
-def measured(model: Path, factory: str, names: str) -> list[dict[str, Any]]:
+def measured(model: Path, factory: str, names: str, *more: str) -> list[dict[str, Any]]:
     file = model.with_suffix(".json")
-    assert main(["bench", f"{model}:{factory}", "--contenders", names, "--rounds", "3", "--precision", "ieee", "--json", str(file)]) == 0
+    assert main(["bench", f"{model}:{factory}", "--contenders", names, "--rounds", "3", "--precision", "ieee", "--json", str(file), *more]) == 0
     return json.loads(file.read_text())["rows"]
 
 
@@ -56,3 +56,11 @@ def test_a_call_that_cannot_be_captured_is_timed_by_events(model: Path) -> None:
     assert row["timed_by"] == EVENTS and row["gpu_ms"] > 0
     # A failed capture leaves nothing behind.
     assert measured(model, "factory", "eager")[0]["timed_by"] == GRAPH
+
+
+@pytest.mark.parametrize("more", [(), ("--input-gradient",)], ids=["parameters", "inputs too"])
+def test_training_steps(model: Path, more: tuple[str, ...]) -> None:
+    for row in measured(model, "factory", "eager,inductor,inductor channels_last,fxfuse,fxfuse always", "--training", *more):
+        assert row["failed"] is None and row["timed_by"] == GRAPH and 0 < row["gpu_ms"] and row["training"]
+        assert row["peak_mb"] >= row["output_mb"] > 0 and row["peak_over_best_inductor"] > 0 and row["over_best_inductor"][1] > 0
+        assert row["error"] < 1e-5 and row["errors"].keys() == {"0.weight", "0.bias", *(("input 0",) if more else ())}
