@@ -113,14 +113,74 @@ def conv_norm_pool_gelu() -> None:
         )
 
 
+def weight_gradient(chain: Callable[..., torch.Tensor], grad: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Of a chain whose second argument is the weight."""
+
+    def gradient(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        with torch.enable_grad():
+            leaf = weight.requires_grad_()
+            return torch.autograd.grad(chain(x, leaf, *rest), leaf, grad.float())[0]
+
+    return gradient
+
+
+def conv_gelu_pool_gradient() -> None:
+    # batch, C_in, C_out, size, kernel, padding, dilation
+    shapes = [
+        (2, 8, 64, (12, 140), (3, 3), 0, 1), (1, 3, 70, (17, 19), (3, 3), 1, 1), (2, 24, 64, (9, 10), (3, 3), 1, 1), (2, 16, 64, (7, 9), (1, 1), 0, 1),
+        (1, 5, 40, (9, 10), (5, 5), 2, 1), (1, 8, 64, (20, 21), (3, 3), 3, 4), (2, 6, 48, (300,), (9,), 4, 1), (1, 4, 64, (5, 7, 9), (3, 3, 3), 1, 1),
+    ]  # fmt: skip
+    for shape, dtype, channels_last in itertools.product(shapes, DTYPES, (False, True)):
+        n, c_in, c_out, size, kernel, padding, dilation = shape
+        dims = len(size)
+        x, weight = (randn(*s, dtype=dtype, channels_last=channels_last) for s in ((n, c_in, *size), (c_out, c_in, *kernel)))
+        grad = randn(n, c_out, dtype=dtype)
+
+        def op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            of_weight, geometry = torch.empty_like(weight), [[value] * dims for value in (1, padding, dilation)]
+            call = (grad.cuda(), x, weight, bias, *geometry, "none", "tf32", of_weight, torch.empty_like(bias))
+            assert torch.ops.fxfuse.conv_gelu_pool_weight_gradient(*call)
+            return of_weight
+
+        def chain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return F.gelu(CONVS[dims](x, weight, bias, padding=padding, dilation=dilation)).mean(tuple(range(-dims, 0)))
+
+        compare(op, (x, weight, randn(c_out, dtype=dtype)), weight_gradient(chain, grad))
+
+
+def conv_norm_pool_gelu_gradient() -> None:
+    shapes = [((9, 32, 2, 32, 32), 64), ((23, 7, 3, 11, 32), 40)]  # of the input, and C_out
+    for (size, c_out), dtype, channels_last in itertools.product(shapes, DTYPES, (False, True)):
+        x, weight = (randn(*s, dtype=dtype, channels_last=channels_last) for s in (size, (size[1], c_out, 3, 3, 3)))
+        grad = randn(size[0], c_out, *size[2:], dtype=dtype)
+
+        def op(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor) -> torch.Tensor:
+            of_weight, of_values, geometry = torch.empty_like(weight), torch.empty_like(grad, device="cuda"), [[n] * 3 for n in (2, 1, 1)]
+            settings = (True, *geometry, 1.0, 0.0, 1e-5, [2] * 3, "none", "tf32")
+            call = (grad.cuda(), x, weight, None, None, norm_weight, norm_bias, *settings, of_weight, torch.empty_like(norm_weight), of_values)
+            assert torch.ops.fxfuse.conv_norm_pool_gelu_weight_gradient(*call)
+            return of_weight
+
+        def chain(x: torch.Tensor, weight: torch.Tensor, *norm: torch.Tensor) -> torch.Tensor:
+            return F.gelu(F.avg_pool3d(F.layer_norm(F.conv_transpose3d(x, weight, None, 2, 1, 1), (64,), *norm), 2))
+
+        compare(op, (x, weight, *randn(2, 64, dtype=dtype)), weight_gradient(chain, grad))
+
+
+OPS = {
+    run.__name__: run
+    for run in (gelu_pool, norm_pool_gelu, conv_gelu_pool, conv_norm_pool_gelu, conv_gelu_pool_gradient, conv_norm_pool_gelu_gradient)
+}
+PORTABLE = ("conv_gelu_pool", "conv_norm_pool_gelu")  # those with a portable path beside Hopper's
+
+
 def main(op: str) -> None:
     """Runs an op's shapes on each of its code paths."""
     torch.manual_seed(0)
     library.load("cuda")
-    run = {"gelu_pool": gelu_pool, "norm_pool_gelu": norm_pool_gelu, "conv_gelu_pool": conv_gelu_pool, "conv_norm_pool_gelu": conv_norm_pool_gelu}[op]
-    for portable in ("0", "1") if op.startswith("conv_") else ("0",):
+    for portable in ("0", "1") if op in PORTABLE else ("0",):
         os.environ["FXFUSE_PORTABLE"] = portable
-        run()
+        OPS[op]()
         print(f"{op}, FXFUSE_PORTABLE={portable}: right", flush=True)
 
 

@@ -18,7 +18,9 @@ HERE = Path(__file__).parent
 # Of each op's tests, those that draw or list shapes. A CUDA graph cannot be captured where every tensor is a cudaMalloc.
 CHOSEN = {
     "conv_gelu_pool": "random_convolutions or test_shapes",
+    "conv_gelu_pool_gradient": "random_convolutions",
     "conv_norm_pool_gelu": "random_shapes or test_values",
+    "conv_norm_pool_gelu_gradient": "random_shapes",
     "gelu_pool": "test_global or test_adaptive",
     "norm_pool_gelu": "test_width or test_pool or test_norm_ndim or test_addend",
 }
