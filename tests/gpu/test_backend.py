@@ -205,14 +205,13 @@ def test_tf32_switch_is_followed_at_the_call(chain: str, dynamic: bool) -> None:
         torch.backends.cudnn.allow_tf32 = before
 
 
-def test_training_graph_is_left_alone_and_right() -> None:
+def test_a_training_step() -> None:
     model, x = make("conv_gelu_pool")
     trained = copy.deepcopy(model)
     with torch.enable_grad():
         torch.compile(trained, backend="fxfuse", options=ALWAYS)(x).sum().backward()
         model(x).sum().backward()
-    assert counters["fxfuse_declined"] == {"conv_gelu_pool": 1}
-    assert "torch.no_grad()" in reports()[-1].declined[0].reason
+    assert counters["fxfuse"] == {"conv_gelu_pool": 1}
     torch.testing.assert_close(trained.conv.weight.grad, model.conv.weight.grad, rtol=2e-3, atol=2e-3)
 
 
