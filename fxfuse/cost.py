@@ -43,7 +43,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Backward:
+class BackwardCost:
     """What a training step adds to a `Cost`.
 
     op, inductor: of the backward's kernels, and of what the forward's do for them beyond an inference's; convolutions are left out.
@@ -65,10 +65,10 @@ class Cost:
     """An implementation's op, what Inductor's kernels do instead, and the convolution in front of them that is left to its library either
     way, if the chain starts at one: `inductor` leaves it out, and so does `op` unless the op contains it (its `flops` say so).
 
-    backward: what training adds; the engine fills it in, from the implementation's `backward`.
+    backward: what training adds; the engine fills it in, from the implementation's `backward_cost`.
     """
 
     op: Work
     inductor: Work
     convolution: Convolution | None = None
-    backward: Backward | None = None
+    backward: BackwardCost | None = None

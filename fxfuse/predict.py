@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .cost import Backward, Convolution, Cost, Work
+from .cost import BackwardCost, Convolution, Cost, Work
 
 # With so few input channels no library's kernel came nearer to its floor than about this, in the H200's sweep where that is over 15 us.
 FEW_CHANNELS, OVER_FLOOR = 32, 2.0
@@ -68,7 +68,7 @@ def _inductors(work: Work, rates: Rates) -> float:
     return max(work.bytes / rates.inductor_bandwidth, work.gelus / rates.gelus) + work.kernels * rates.launch
 
 
-def _backward(backward: Backward, rates: Rates) -> float:
+def _backward(backward: BackwardCost, rates: Rates) -> float:
     """Microseconds of an op's backward. What it computes again is as fast as Inductor's forward, whose floor counts on both sides, but for
     the pieces."""
     if backward.own is not None and backward.own.kernel in rates.kernels:
@@ -79,7 +79,7 @@ def _backward(backward: Backward, rates: Rates) -> float:
     return whole + PIECES * MOST_OVER_FLOOR * sum(_least(convolution, rates) for convolution in (backward.again, *backward.convolutions))
 
 
-def _floors(backward: Backward, rates: Rates) -> float:
+def _floors(backward: BackwardCost, rates: Rates) -> float:
     return sum(_floor(convolution, rates) for convolution in backward.convolutions)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from . import torch_private
-from .cost import Backward, Convolution, Training, Work
+from .cost import BackwardCost, Convolution, Training, Work
 from .fused import library_convolution
 from .training import PIECE_BYTES
 from .view import Call
@@ -23,7 +23,7 @@ def gradients_of(conv: Call, training: Training) -> tuple[Convolution, ...]:
     return (library_convolution(conv),) * training.needs("conv.input", "conv.weight")
 
 
-def computed_again(conv: Call, tail: Backward, own: Work | None = None) -> Backward:
+def computed_again(conv: Call, tail: BackwardCost, own: Work | None = None) -> BackwardCost:
     """The backward of an op that contains the convolution: its tail's behind the convolution, in pieces of the batch (`fxfuse.training`)."""
     pieces = min(_batch(conv), math.ceil(wide_bytes(conv.value) / PIECE_BYTES))
     kernels = pieces * tail.op.kernels + (pieces - 1) * (1 + len(tail.convolutions))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from . import gradients
 from .chain import Implementation, first_failure
 from .choose import decide, demand, rates_of
-from .cost import Backward, Cost, Training
+from .cost import BackwardCost, Cost, Training
 from .guarded import Guarded
 from .match import Match
 from .options import Options
@@ -65,9 +65,9 @@ def _cost(match: Match, implementation: Implementation, training: Training | Non
     if implementation.cost is None:
         return None
     cost = _stated(match, "cost", implementation.cost, Cost)
-    if training is None or implementation.backward is None:
+    if training is None or implementation.backward_cost is None:
         return cost
-    return replace(cost, backward=_stated(match, "backward", implementation.backward, Backward, training))
+    return replace(cost, backward=_stated(match, "backward_cost", implementation.backward_cost, BackwardCost, training))
 
 
 def _stated(match: Match, role: str, function: Callable[..., Any], kind: type[T], *args: Any) -> T:

@@ -19,7 +19,7 @@ from fxfuse.emitter import Emitter
 from fxfuse.values import value_of
 from fxfuse.view import Call
 
-from .conv_gelu_pool_costs import fused_backward, fused_cost, tail_backward, tail_cost
+from .conv_gelu_pool_costs import fused_backward_cost, fused_cost, tail_backward_cost, tail_cost
 from .conv_gelu_pool_ops import conv_gelu_pool, gelu_pool
 
 # Padded values of a weight that fit the fused op's workspace.
@@ -126,10 +126,15 @@ CHAIN = Chain(
             fused_cost,
             "the whole chain on a GPU, whose convolution's output never reaches memory: a convolution that is not transposed, of one group and "
             f"symmetric padding, with weights of up to {MOST_WEIGHTS} padded values; a pool of whole planes",
-            fused_backward,
+            fused_backward_cost,
         ),
         Implementation(
-            "gelu_pool", tail_takes, tail_replace, tail_cost, "gelu and pool behind any convolution of the chain's, on a GPU or a CPU", tail_backward
+            "gelu_pool",
+            tail_takes,
+            tail_replace,
+            tail_cost,
+            "gelu and pool behind any convolution of the chain's, on a GPU or a CPU",
+            tail_backward_cost,
         ),
     ),
     dims=(1, 2, 3),

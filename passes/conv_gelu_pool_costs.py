@@ -6,7 +6,7 @@ import math
 
 from fxfuse import fused, torch_private
 from fxfuse.conditions import number_of_bytes
-from fxfuse.cost import Backward, Cost, Training, Work
+from fxfuse.cost import BackwardCost, Cost, Training, Work
 from fxfuse.training_cost import computed_again, gradients_of, torchs_own
 from fxfuse.view import Call
 
@@ -28,12 +28,12 @@ def fused_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
     return Cost(op, _inductors(conv, pool), fused.library_convolution(conv))
 
 
-def fused_backward(training: Training, conv: Call, gelu: Call, pool: Call) -> Backward:
+def fused_backward_cost(training: Training, conv: Call, gelu: Call, pool: Call) -> BackwardCost:
     """The convolution again and the tail's backward, or the kernel that has both and the weight's gradient in it."""
     flops = 2 * fused.convolution_flops(conv) + GELU_FLOPS * _outputs(conv)
     kernel = f"conv_gelu_pool backward {_kernel(conv)} {fused.operand_of(conv)}"
     own = None if training.needs("conv.input") else Work(number_of_bytes(conv.tensor("input")), kernels=2, flops=flops, kernel=kernel)
-    return computed_again(conv, tail_backward(training, conv, gelu, pool), own)
+    return computed_again(conv, tail_backward_cost(training, conv, gelu, pool), own)
 
 
 def tail_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
@@ -43,13 +43,13 @@ def tail_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
     return Cost(Work(int(moved / share), kernels=1), _inductors(conv, pool), fused.library_convolution(conv))
 
 
-def tail_backward(training: Training, conv: Call, gelu: Call, pool: Call) -> Backward:
+def tail_backward_cost(training: Training, conv: Call, gelu: Call, pool: Call) -> BackwardCost:
     """On a GPU a read of the convolution's output and a write of its gradient. torch's own ops: gelu's backward, the bias that joins first and
     its sum, the pool's backward where it is not an average of all."""
     passes = 2 + 2 * (conv.bias is not None) + training.needs("conv.bias") + 2 * (not _is_global(pool))
     moved = (2 * number_of_bytes(conv.value) + number_of_bytes(pool.value)) / _bandwidth_share(conv, pool)
     op = Work(int(moved), kernels=2) if conv.value.device.type == "cuda" else torchs_own(conv.value, passes)
-    return Backward(op, _inductors_backward(training, conv, pool), gradients_of(conv, training))
+    return BackwardCost(op, _inductors_backward(training, conv, pool), gradients_of(conv, training))
 
 
 def _kernel(conv: Call) -> str:

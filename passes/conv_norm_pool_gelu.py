@@ -20,7 +20,7 @@ from fxfuse.emitter import Emitter
 from fxfuse.values import value_of
 from fxfuse.view import Call
 
-from .conv_norm_pool_gelu_costs import addend_of, fused_backward, fused_cost, tail_backward, tail_cost
+from .conv_norm_pool_gelu_costs import addend_of, fused_backward_cost, fused_cost, tail_backward_cost, tail_cost
 from .conv_norm_pool_gelu_ops import conv_norm_pool_gelu, norm_pool_gelu
 
 
@@ -183,7 +183,7 @@ CHAIN = Chain(
             fused_cost,
             "the whole chain on a GPU, whose convolution's output never reaches memory: kernels up to 5, strides of 1 and 2, one group, no dilation, "
             "symmetric padding; rows up to 256 with the norm over them alone; pool windows up to 4, side by side; one addend, or one a channel",
-            fused_backward,
+            fused_backward_cost,
         ),
         Implementation(
             "norm_pool_gelu",
@@ -191,7 +191,7 @@ CHAIN = Chain(
             tail_replace,
             tail_cost,
             "add, norm, pool and gelu behind any convolution of the chain's, on a GPU or a CPU",
-            tail_backward,
+            tail_backward_cost,
         ),
     ),
     dims=(3,),

@@ -9,13 +9,15 @@ import torch
 
 from fxfuse import fused, torch_private
 from fxfuse.conditions import number_of_bytes
-from fxfuse.cost import Backward, Cost, Training, Work
+from fxfuse.cost import BackwardCost, Cost, Training, Work
 from fxfuse.training_cost import computed_again, gradients_of, torchs_own, wide_bytes
 from fxfuse.values import value_of
 from fxfuse.view import Call
 
 # Elements of a norm group that the contiguous tail surely keeps in the registers of a block (`plan_block` of csrc/norm_pool_gelu_plan.cuh).
 MOST_IN_A_BLOCK = 8192
+# The widest rows of which one CUDA kernel computes the gradient.
+WIDEST_BACKWARD = 1024
 
 
 def fused_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Cost:
@@ -27,10 +29,10 @@ def fused_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call)
     return Cost(op, Work(number_of_bytes(conv.value) + written, kernels=1), fused.library_convolution(conv))
 
 
-def fused_backward(training: Training, conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Backward:
+def fused_backward_cost(training: Training, conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> BackwardCost:
     """The convolution again, and the tail's backward. In training, where it saves memory, it is held against Inductor itself: with the forward's
     normalised rows, which `fused_cost` leaves out."""
-    again = computed_again(conv, tail_backward(training, conv, add, norm, pool, gelu))
+    again = computed_again(conv, tail_backward_cost(training, conv, add, norm, pool, gelu))
     return replace(again, inductor=replace(again.inductor, bytes=again.inductor.bytes + _normalised(norm, pool)))
 
 
@@ -49,20 +51,21 @@ def _normalised(norm: Call, pool: Call) -> int:
     return 2 * number_of_bytes(norm.value) if math.prod(pool.kernel_size) > 1 else 0
 
 
-def tail_backward(training: Training, conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Backward:
+def tail_backward_cost(training: Training, conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> BackwardCost:
     """A read of the convolution's output and a write of its gradient where a kernel does it."""
     moved = 2 * number_of_bytes(conv.value) + number_of_bytes(gelu.value)
     if _has_backward_kernel(conv, norm, pool):
         op = Work(int(moved / _bandwidth_share(conv, add, norm, pool)), kernels=3)
     else:
         op = torchs_own(conv.value, _torchs_passes(training))
-    return Backward(op, _inductors_backward(training, conv, norm, pool), gradients_of(conv, training))
+    return BackwardCost(op, _inductors_backward(training, conv, norm, pool), gradients_of(conv, training))
 
 
 def _has_backward_kernel(conv: Call, norm: Call, pool: Call) -> bool:
-    """Whether one kernel computes the tail's backward: on a GPU, of a norm over rows and windows side by side."""
+    """Whether one kernel computes the tail's backward: on a GPU, of a norm over rows that a warp holds and windows side by side."""
+    rows = len(norm.normalized_shape) == 1 and torch_private.hint(conv.value.shape[-1]) <= WIDEST_BACKWARD
     plain = tuple(pool.kernel_size) == tuple(pool.stride) and not any(pool.padding) and not pool.ceil_mode and pool.divisor_override is None
-    return conv.value.device.type == "cuda" and len(norm.normalized_shape) == 1 and plain
+    return conv.value.device.type == "cuda" and rows and plain
 
 
 def _torchs_passes(training: Training) -> int:

@@ -77,14 +77,14 @@ def to_op(emit: fxfuse.Emitter, conv: fxfuse.Call, relu: fxfuse.Call) -> fx.Node
 
 
 def implementation(
-    op: str = "fxfuse_tests::relu", takes: Any = yes, replace: Any = to_op, cost: Any = None, backward: Any = None
+    op: str = "fxfuse_tests::relu", takes: Any = yes, replace: Any = to_op, cost: Any = None, backward_cost: Any = None
 ) -> fxfuse.Implementation:
     """An implementation of conv -> relu that takes everything."""
-    return fxfuse.Implementation(op, takes, replace, cost, backward=backward)
+    return fxfuse.Implementation(op, takes, replace, cost, backward_cost=backward_cost)
 
 
 def conv_relu(name: str = "conv_relu", words: tuple[fxfuse.Word, ...] = (RELU,), word: str = "relu", **own: Any) -> fxfuse.Chain:
-    """conv -> relu; `own`: op, takes, replace, cost, backward of its implementation."""
+    """conv -> relu; `own`: op, takes, replace, cost, backward_cost of its implementation."""
     steps = (fxfuse.Step("conv", "conv"), fxfuse.Step("relu", word))
     return fxfuse.Chain(name, steps, yes, (implementation(**own),), words=words)
 

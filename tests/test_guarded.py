@@ -260,10 +260,10 @@ def test_a_replacement_that_holds_the_chain_again_is_made_once() -> None:
 
 
 def test_a_mistake_in_a_backward() -> None:
-    own = conv_relu(op="fxfuse_tests::trained", cost=one_byte, backward=no_backward)
+    own = conv_relu(op="fxfuse_tests::trained", cost=one_byte, backward_cost=no_backward)
     with fxfuse.register(own):
         _, report = fuse(dynamo_graph(Net(), torch.zeros(2, 4, 8, 8)))
-    assert re.search(rf"its backward at {HERE}:\d+ returns Training\(.*; it should return a fxfuse.Backward", report.declined[0].reason)
+    assert re.search(rf"its backward_cost at {HERE}:\d+ returns Training\(.*; it should return a fxfuse.BackwardCost", report.declined[0].reason)
 
 
 def test_keywords_go_into_the_node() -> None:

@@ -147,8 +147,8 @@ def test_a_cost_that_is_given_decides(moved: int, expected: tuple[str, str], mon
 
 IN_TRAINING = {
     "none given": (None, "fused", "moves 1 bytes in the forward of a training step, Inductor 8; saves 88%"),
-    "small": (fxfuse.Backward(fxfuse.Work(2, 1), fxfuse.Work(8, 1)), "fused", "moves 3 bytes in a training step, Inductor 16; saves 81%"),
-    "large": (fxfuse.Backward(fxfuse.Work(15, 1), fxfuse.Work(8, 1)), "declined", "moves 16 bytes in a training step, Inductor 16; saves 0%"),
+    "small": (fxfuse.BackwardCost(fxfuse.Work(2, 1), fxfuse.Work(8, 1)), "fused", "moves 3 bytes in a training step, Inductor 16; saves 81%"),
+    "large": (fxfuse.BackwardCost(fxfuse.Work(15, 1), fxfuse.Work(8, 1)), "declined", "moves 16 bytes in a training step, Inductor 16; saves 0%"),
 }
 
 
@@ -160,12 +160,12 @@ def test_a_cost_in_training(backward: Any, verdict: str, sentence: str, monkeypa
     def cost(conv: Any, relu: Any) -> fxfuse.Cost:
         return fxfuse.Cost(op=fxfuse.Work(bytes=1, kernels=1), inductor=fxfuse.Work(bytes=8, kernels=1))
 
-    def adds(training: fxfuse.Training, conv: Any, relu: Any) -> fxfuse.Backward:
+    def adds(training: fxfuse.Training, conv: Any, relu: Any) -> fxfuse.BackwardCost:
         asked.append(training.needed)
         return backward
 
     monkeypatch.setattr(choose, "RATES", {})
-    own = conv_relu(op="fxfuse_tests::trained", replace=to_trained, cost=cost, backward=adds if backward else None)
+    own = conv_relu(op="fxfuse_tests::trained", replace=to_trained, cost=cost, backward_cost=adds if backward else None)
     with fxfuse.register(own):
         graph, report = fuse(dynamo_graph(Net(), torch.zeros(2, 4, 8, 8)), select="auto")
     (record,) = getattr(report, verdict)
@@ -321,13 +321,13 @@ BAD: dict[str, tuple[Any, str]] = {
     "requires no function": (chain(requires=True), "its requires=True cannot be called"),
     "takes with another name": (chain(implementations=(implementation(takes=lambda conv, act: ()),)), "its takes at .* is not a function of conv, relu"),
     "replace without emit": (chain(implementations=(implementation(replace=lambda conv, relu: None),)), "its replace at .* is not a function of emit, conv, relu"),
-    "backward without training": (
-        chain(implementations=(implementation(cost=lambda conv, relu: None, backward=lambda conv, relu: None),)),
-        "its backward at .* is not a function of training, conv, relu",
+    "backward_cost without training": (
+        chain(implementations=(implementation(cost=lambda conv, relu: None, backward_cost=lambda conv, relu: None),)),
+        "its backward_cost at .* is not a function of training, conv, relu",
     ),
-    "backward without cost": (
-        chain(implementations=(implementation(backward=lambda training, conv, relu: None),)),
-        "the backward of 'fxfuse_tests::relu' adds to a cost, and it has none",
+    "backward_cost without cost": (
+        chain(implementations=(implementation(backward_cost=lambda training, conv, relu: None),)),
+        "the backward_cost of 'fxfuse_tests::relu' adds to a cost, and it has none",
     ),
     "cost with emit": (chain(implementations=(implementation(cost=lambda emit, conv, relu: None),)), "its cost at .* is not a function of conv, relu"),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from convolutions import H200, training_step
 
 from fxfuse import fused, gradients
 from fxfuse.choose import RATES, decide
-from fxfuse.cost import Backward, Convolution, Cost, Training, Work
+from fxfuse.cost import BackwardCost, Convolution, Cost, Training, Work
 from fxfuse.headline import HEADLINES, Headline
 from fxfuse.match import Match
 from fxfuse.predict import Rate, Rates, microseconds
@@ -30,7 +30,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cost_of(match: Match, number: int) -> Cost:
     implementation = match.chain.implementations[number]
-    return replace(implementation.cost(**match.calls), backward=implementation.backward(gradients.training_of(match), **match.calls))
+    return replace(implementation.cost(**match.calls), backward=implementation.backward_cost(gradients.training_of(match), **match.calls))
 
 
 @pytest.mark.parametrize(("model", "dtype"), MEASURED, ids=lambda given: getattr(given, "chain", str(given)))
@@ -43,7 +43,7 @@ def test_inductors_kernels_are_counted_from_below(model: Headline, dtype: torch.
 @pytest.mark.parametrize("model", HEADLINES, ids=lambda model: model.chain)
 def test_less_is_counted_where_less_is_asked_for(model: Headline) -> None:
     match = training_step(model, model.gpu_shape)
-    backward = match.chain.implementations[1].backward
+    backward = match.chain.implementations[1].backward_cost
     every, weight = (backward(needed, **match.calls) for needed in (gradients.training_of(match), Training(frozenset({"conv.weight"}))))
     assert weight.inductor.bytes < every.inductor.bytes and weight.op == every.op
     both = backward(Training(frozenset({"conv.weight", "conv.input"})), **match.calls)
@@ -86,19 +86,19 @@ CONVOLUTION = Convolution(bytes=10, flops=0, operand="tf32", channels_in=64)
 FORWARD = Cost(Work(100, 1), Work(200, 1), CONVOLUTION)
 SUMS = {
     "an inference": (FORWARD, (110, 210)),
-    "a saved output": (replace(FORWARD, backward=Backward(Work(7, 1), Work(70, 1), (CONVOLUTION,))), (127, 290)),
-    "GELUs that take longer": (replace(FORWARD, backward=Backward(Work(7, 1), Work(70, 1, gelus=75), (CONVOLUTION,))), (127, 295)),
+    "a saved output": (replace(FORWARD, backward=BackwardCost(Work(7, 1), Work(70, 1), (CONVOLUTION,))), (127, 290)),
+    "GELUs that take longer": (replace(FORWARD, backward=BackwardCost(Work(7, 1), Work(70, 1, gelus=75), (CONVOLUTION,))), (127, 295)),
     "one piece": (
-        Cost(Work(100, 1, 5, "own"), Work(200, 1), CONVOLUTION, Backward(Work(7, 1), Work(70, 1), again=CONVOLUTION)),
+        Cost(Work(100, 1, 5, "own"), Work(200, 1), CONVOLUTION, BackwardCost(Work(7, 1), Work(70, 1), again=CONVOLUTION)),
         (122, 280),
     ),
     "pieces": (
-        Cost(Work(100, 1, 5, "own"), Work(200, 1), CONVOLUTION, Backward(Work(7, 1), Work(70, 1), (CONVOLUTION,), CONVOLUTION, pieces=2)),
+        Cost(Work(100, 1, 5, "own"), Work(200, 1), CONVOLUTION, BackwardCost(Work(7, 1), Work(70, 1), (CONVOLUTION,), CONVOLUTION, pieces=2)),
         (105 + 7 + 2 * 10 + 0.25 * 7 * 20, 290),
     ),
     "a kernel of its own": (
         Cost(
-            Work(100, 1, 5, "own"), Work(200, 1), CONVOLUTION, Backward(Work(7, 1), Work(70, 1), (CONVOLUTION,), own=Work(3, 1, 4, "own"))
+            Work(100, 1, 5, "own"), Work(200, 1), CONVOLUTION, BackwardCost(Work(7, 1), Work(70, 1), (CONVOLUTION,), own=Work(3, 1, 4, "own"))
         ),
         (112, 290),
     ),
