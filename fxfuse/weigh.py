@@ -91,7 +91,7 @@ def _by_rule(
     taken = next((i for i, choice in choices.items() if choice.taken), None)
     if taken is None:
         left = [candidate(i, f"left to Inductor: {note}{choice.why}") for i, choice in choices.items()]
-        way_out = "" if training is None else f"; {FOR_INFERENCE}"
+        way_out = f"; {FOR_INFERENCE}" if training is not None and left else ""
         return Weighed(None, _sentence(impossible + left) + way_out, tuple(impossible + left))
     by_rule = not demand(options.select, backward)
     weighed = [candidate(i, choice.why) for i, choice in choices.items() if i is taken or by_rule or not choice.taken]

@@ -143,3 +143,4 @@ def test_a_chain_from_outside_without_a_gradient() -> None:
         gm = dynamo_graph(model, torch.zeros(X))
         graph, report = fuse(gm)
         assert graph is gm.graph and "the op has none" in reasons(report)[0]
+        assert reasons(report)[0].count("torch.no_grad()") == 1
