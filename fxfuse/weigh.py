@@ -18,7 +18,9 @@ from .report import Candidate
 
 INDUCTOR = "inductor"
 # The commonest call of all trains nothing and needs gradients all the same.
-FOR_INFERENCE = "for inference call the model under torch.no_grad() or torch.inference_mode() (model.eval() alone does not turn gradients off)"
+FOR_INFERENCE = (
+    "for inference call the model under torch.no_grad() or torch.inference_mode() (model.eval() alone does not turn gradients off)"
+)
 
 T = TypeVar("T")
 

@@ -93,12 +93,17 @@ SUMS = {
         (122, 280),
     ),
     "pieces": (
-        Cost(Work(100, 1, 5, "own"), Work(200, 1), CONVOLUTION, BackwardCost(Work(7, 1), Work(70, 1), (CONVOLUTION,), CONVOLUTION, pieces=2)),
+        Cost(
+            Work(100, 1, 5, "own"), Work(200, 1), CONVOLUTION, BackwardCost(Work(7, 1), Work(70, 1), (CONVOLUTION,), CONVOLUTION, pieces=2)
+        ),
         (105 + 7 + 2 * 10 + 0.25 * 7 * 20, 290),
     ),
     "a kernel of its own": (
         Cost(
-            Work(100, 1, 5, "own"), Work(200, 1), CONVOLUTION, BackwardCost(Work(7, 1), Work(70, 1), (CONVOLUTION,), own=Work(3, 1, 4, "own"))
+            Work(100, 1, 5, "own"),
+            Work(200, 1),
+            CONVOLUTION,
+            BackwardCost(Work(7, 1), Work(70, 1), (CONVOLUTION,), own=Work(3, 1, 4, "own")),
         ),
         (112, 290),
     ),
