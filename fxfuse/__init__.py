@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .api import explain, rewrite
     from .chain import Chain, Implementation, Step
     from .check import RegistrationError
-    from .choose import Cost, Work
+    from .cost import BackwardCost, Cost, Training, Work
     from .emitter import Emitter
     from .registry import Registration, register
     from .report import Report, reports
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BackwardCost",
     "Call",
     "Chain",
     "Cost",
@@ -40,6 +41,7 @@ __all__ = [
     "Report",
     "Spelling",
     "Step",
+    "Training",
     "Word",
     "Work",
     "explain",
@@ -64,7 +66,7 @@ _NAMES = {
     "api": ("explain", "rewrite"),
     "chain": ("Chain", "Implementation", "Step"),
     "check": ("RegistrationError",),
-    "choose": ("Cost", "Work"),
+    "cost": ("BackwardCost", "Cost", "Training", "Work"),
     "emitter": ("Emitter",),
     "registry": ("Registration", "register"),
     "report": ("Report", "reports"),

@@ -70,8 +70,8 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     gm: from `torch.fx.symbolic_trace`, `torch.export.export(...).module()` or a Dynamo graph; it and its modules are never modified.
     example_inputs: needed where the graph holds no example values, or where an input needs a gradient; only their shapes, strides, dtypes, devices
     and requires_grad are read.
-    options: `select`, `strict`, `passes` as in `fxfuse.options`.
-    Where a chain's result needs a gradient, "auto" declines it and "always" emits ops that have one: call under `torch.no_grad()` for inference.
+    options: `select`, `backward`, `strict`, `passes` as in `fxfuse.options`.
+    Where a chain's result needs a gradient, ops that have one are emitted: call under `torch.no_grad()` for inference.
     Raises OptionError for a bad option, NotFusedError under `strict` for a candidate that is left alone, TypeError where `gm` is not traced.
     """
     if not isinstance(gm, fx.GraphModule):

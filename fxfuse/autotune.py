@@ -21,6 +21,7 @@ from . import precision, torch_private
 from .build import build_hash
 from .chain import Implementation
 from .cut import cut_out, inputs_of, sizes_vary
+from .gradients import is_needed
 from .match import Match, find
 from .measure import medians, paired_times
 from .replacement import rewritten
@@ -47,6 +48,9 @@ def timer(mode: str | None, rest: Mapping[str, Any]) -> Timer | None:
     inductor = torch_private.inductor("max-autotune-no-cudagraphs" if mode == "max-autotune" else mode, rest)
 
     def times(match: Match, implementations: Sequence[Implementation]) -> Mapping[str, float] | str:
+        if is_needed(match):
+            # A backward is compiled when it is first run, which torch refuses inside the compilation of another graph.
+            return "the result needs a gradient"
         gm = _alone(match)
         if isinstance(gm, str):
             return gm

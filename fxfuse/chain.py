@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import words
-from .choose import Cost
+from .cost import BackwardCost, Cost
 from .ops import NAMESPACE
 from .sources import hash_of_sources
 from .vocabulary import Vocabulary, Word
@@ -61,6 +61,8 @@ class Implementation:
     cost: the `Cost`: bytes, kernels and operations of this implementation and of what Inductor would do instead. Without one the
     implementation is taken wherever it can be, under `fxfuse.select="auto"` too.
     description: what it takes, as `fxfuse passes` shows it.
+    backward_cost: backward_cost(training, ...) returns the `BackwardCost`, what a training step adds to the cost, for a `Training` that names the
+    tensors that need a gradient. Without one the cost of the forward alone decides in training too.
     """
 
     op: str
@@ -68,6 +70,7 @@ class Implementation:
     replace: Callable[..., fx.Node]
     cost: Callable[..., Cost] | None = None
     description: str = ""
+    backward_cost: Callable[..., BackwardCost] | None = None
 
     @property
     def qualified(self) -> str:
@@ -116,7 +119,7 @@ class Chain:
     @functools.cached_property
     def fingerprint(self) -> str:
         """What tells this chain from another version of it: a hash of `version` and of the files that its functions are written in."""
-        of_each = ((i.takes, i.replace, i.cost) for i in self.implementations)
+        of_each = ((i.takes, i.replace, i.cost, i.backward_cost) for i in self.implementations)
         return f"{self.name} {hash_of_sources((self.requires, *itertools.chain(*of_each)), self.version)}"
 
 

@@ -116,6 +116,10 @@ def _implementation_problems(chain: Chain) -> Problems:
         yield from _signature_problems("replace", implementation.replace, steps, "emit")
         if implementation.cost is not None:
             yield from _signature_problems("cost", implementation.cost, steps)
+        if implementation.backward_cost is not None:
+            yield from _signature_problems("backward_cost", implementation.backward_cost, steps, "training")
+            if implementation.cost is None:
+                yield f"the backward_cost of {implementation.op!r} adds to a cost, and it has none"
 
 
 def _is_op(qualified: str) -> bool:

@@ -1,81 +1,21 @@
 """Choosing: for a match, the first implementation whose conditions hold and that is predicted not to be slower than Inductor.
 
-A prediction is a sum: bytes / bandwidth (or GELUs / their rate, where they take longer) + operations / their rate + kernels * launch, with
-the rates of a measured device (`RATES`). A convolution that is left to its library counts by its floor, the larger of its bytes and its
-operations at the device's ceiling: a fused one is taken only where it beats a convolution that no library reaches. On a device that was
-never measured the bytes decide, with a margin, and the report says so.
+Times are predicted (`fxfuse.predict`) with the rates of a measured device (`RATES`), of a call or, where the chain's result needs a gradient, of
+a training step. On a device that was never measured the bytes decide, with a margin, and the report says so.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from .cost import Cost
+from .predict import Rate, Rates, microseconds
+
 # On a device that was never measured an op must save this share of the bytes that Inductor moves.
 UNMEASURED_MARGIN = 0.2
-
-# With so few input channels no library's kernel came nearer to its floor than about this, in the H200's sweep where that is over 15 us.
-FEW_CHANNELS, OVER_FLOOR = 32, 2.0
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """A convolution in a kernel of its library. bytes: of input, weight and output. operand: what it multiplies, whose ceiling holds."""
-
-    bytes: int
-    flops: float
-    operand: str
-    channels_in: int
-
-
-@dataclass(frozen=True)
-class Work:
-    """What an op does. bytes: read and written. flops: operations of the convolution inside it, or as many as take as long, at the rate of
-    `kernel`; 0 where the convolution is left to its library. gelus: how many Inductor's kernels compute."""
-
-    bytes: int
-    kernels: int
-    flops: float = 0.0
-    kernel: str = ""
-    gelus: float = 0.0
-
-
-@dataclass(frozen=True)
-class Cost:
-    """An implementation's op, what Inductor's kernels do instead, and the convolution in front of them that is left to its library either
-    way, if the chain starts at one: `inductor` leaves it out, and so does `op` unless the op contains it (its `flops` say so)."""
-
-    op: Work
-    inductor: Work
-    convolution: Convolution | None = None
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Of a fused convolution's kernel. flops: operations a microsecond; start: microseconds that it takes beside, on any work."""
-
-    flops: float
-    start: float = 0.0
-
-
-@dataclass(frozen=True)
-class Rates:
-    """A measured device. bandwidth, inductor_bandwidth: bytes a microsecond that the ops and Inductor's kernels reach. launch: microseconds a
-    kernel costs at least; call: what a call of an op costs beyond that. gelus: how many Inductor's kernels compute in a microsecond.
-
-    kernels: of fused convolutions. ceilings: operations a microsecond, the most that any kernel reaches on the device, by operand.
-    """
-
-    bandwidth: float
-    inductor_bandwidth: float
-    launch: float
-    call: float
-    kernels: Mapping[str, Rate]
-    ceilings: Mapping[str, float]
-    gelus: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -88,51 +28,51 @@ class Choice:
     inductor_us: float | None = None
 
 
-def decide(cost: Cost | None, rates: Rates | None, select: str) -> Choice:
-    """Whether an implementation of this cost is taken under `select` ("auto", "always" or "tail"); one that states none is taken."""
+def decide(cost: Cost | None, rates: Rates | None, select: str, backward: str | None = None) -> Choice:
+    """Whether an implementation of this cost is taken under `select` ("auto", "always" or "tail"); one that states none is taken.
+
+    backward: the option of that name where the chain's result needs a gradient, and None where it does not.
+    """
+    asked = demand(select, backward)
     if cost is None:
-        return Choice(True, "no cost given: taken wherever it can be" if select == "auto" else f'select="{select}"')
-    if select == "tail" and cost.op.flops:
+        return Choice(True, asked or "no cost given: taken wherever it can be")
+    if cost.op.flops and select == "tail":
         return Choice(False, 'select="tail"')
+    if cost.op.flops and backward == "save":
+        return Choice(False, 'backward="save"')
+    if asked:
+        return Choice(True, asked)
+    step = "" if backward is None else " in a training step" if cost.backward else " in the forward of a training step"
+    return _by_bytes(cost, step) if rates is None else _by_time(cost, rates, step)
+
+
+def demand(select: str, backward: str | None) -> str:
+    """The option that decides in the rule's place, as reports show it; empty where the rule decides."""
     if select != "auto":
-        return Choice(True, f'select="{select}"')
-    return _by_bytes(cost) if rates is None else _by_time(cost, rates)
+        return f'select="{select}"'
+    return "" if backward in (None, "auto") else f'backward="{backward}"'
 
 
-def _by_time(cost: Cost, rates: Rates) -> Choice:
-    op, inductor = cost.op, cost.inductor
+def _by_time(cost: Cost, rates: Rates, step: str) -> Choice:
+    op = cost.op
     if op.flops and op.kernel not in rates.kernels:
         return Choice(False, f"the {op.kernel} kernel was not measured on this device")
-    convolution = _floor(cost.convolution, rates)
-    own = op.bytes / rates.bandwidth + op.kernels * rates.launch + rates.call
-    own += _work(op, rates) if op.flops else convolution
-    theirs = max(inductor.bytes / rates.inductor_bandwidth, inductor.gelus / rates.gelus) + inductor.kernels * rates.launch + convolution
-    return Choice(own <= theirs, f"predicted {own:.0f} us, Inductor at least {theirs:.0f} us", own, theirs)
+    own, theirs = microseconds(cost, rates)
+    return Choice(own <= theirs, f"predicted {own:.0f} us{step}, Inductor at least {theirs:.0f} us", own, theirs)
 
 
-def _work(op: Work, rates: Rates) -> float:
-    rate = rates.kernels[op.kernel]
-    return op.flops / rate.flops + rate.start
-
-
-def _floor(convolution: Convolution | None, rates: Rates) -> float:
-    """Microseconds that no kernel of a library falls under; 0 where the device has no ceiling for the operand."""
-    if convolution is None or convolution.operand not in rates.ceilings:
-        return 0.0
-    floor = max(convolution.bytes / rates.bandwidth, convolution.flops / rates.ceilings[convolution.operand])
-    return floor * (OVER_FLOOR if convolution.channels_in <= FEW_CHANNELS else 1.0) + rates.launch
-
-
-def _by_bytes(cost: Cost) -> Choice:
+def _by_bytes(cost: Cost, step: str) -> Choice:
     if cost.op.flops:
         return Choice(False, "a fused convolution is not taken on a device that was not measured")
-    saved = 1 - cost.op.bytes / max(cost.inductor.bytes, 1)
+    parts = [part for part in (cost, cost.backward) if part is not None]
+    own, theirs = sum(part.op.bytes for part in parts), sum(part.inductor.bytes for part in parts)
+    saved = 1 - own / max(theirs, 1)
     taken = saved >= UNMEASURED_MARGIN
     where = " after the convolution" if cost.convolution is not None else ""
     comparison = "at least" if taken else "less than"
     return Choice(
         taken,
-        f"not measured on this device: moves {cost.op.bytes:,} bytes{where}, Inductor {cost.inductor.bytes:,}; saves "
+        f"not measured on this device: moves {own:,} bytes{where}{step}, Inductor {theirs:,}; saves "
         f"{saved:.0%}, {comparison} the {UNMEASURED_MARGIN:.0%} asked for",
     )
 

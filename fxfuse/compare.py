@@ -33,6 +33,7 @@ class Setting:
     loaded from."""
 
     select: str = "auto"
+    backward: str = "auto"
     passes: Sequence[str] | None = None
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -83,7 +84,7 @@ def compare(chain: Chain, inputs: Inputs, setting: Setting) -> int:
 
 
 def _contenders(chain: Chain, setting: Setting) -> dict[str, Chain]:
-    own = {"select": setting.select, "passes": setting.passes, "mode": setting.mode, "strict": False, "dump": None}
+    own = {"select": setting.select, "backward": setting.backward, "passes": setting.passes, "mode": setting.mode, "strict": False, "dump": None}
     options = {**{f"fxfuse.{name}": value for name, value in own.items()}, **setting.inductor}
     inductor = torch_private.inductor(setting.mode, setting.inductor)
     return {

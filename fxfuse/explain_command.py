@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .command import CommandError, check_file, in_a_word, write_json, write_text
-from .options import SELECT
+from .options import BACKWARD, SELECT
 
 DESCRIPTION = """Shows what torch.compile(model, backend="fxfuse") would fuse in a model, and why not the rest, without running a kernel.
 
@@ -48,6 +48,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--grad", action="store_true", help="with gradients on; by default the model is captured under torch.no_grad()")
     parser.add_argument("--dynamic", action="store_true", help="with every size symbolic, as under torch.compile(dynamic=True)")
     parser.add_argument("--select", choices=SELECT, help="the option fxfuse.select (default: FXFUSE_SELECT, else auto)")
+    parser.add_argument("--backward", choices=BACKWARD, help="with --grad, the option fxfuse.backward (default: FXFUSE_BACKWARD, else auto)")
     parser.add_argument("--passes", metavar="A,B,...", help="look for these chains only: the option fxfuse.passes")
 
 
@@ -60,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
     from .options import split
 
     make = factory.find(arguments.target)  # its module may register chains, which options and expectations may name
-    given = {"fxfuse.select": arguments.select, "fxfuse.passes": arguments.passes}
+    given = {f"fxfuse.{name}": getattr(arguments, name) for name in ("select", "backward", "passes")}
     # An option that is not given leaves the variable in force.
     options, _ = split({name: value for name, value in given.items() if value is not None}, chain_names())
     expected = _expected(arguments.expect)

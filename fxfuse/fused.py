@@ -10,7 +10,7 @@ import torch
 
 from . import precision, torch_private
 from .chain import Condition
-from .choose import Convolution
+from .cost import Convolution
 from .conditions import KERNEL_DTYPES, number_of_bytes
 from .view import Call
 

@@ -1,14 +1,15 @@
-"""Chains whose result needs a gradient: which they are, and what takes their ops' place."""
+"""Chains whose result needs a gradient: which they are, what of them needs one, and what takes their ops' place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from .chain import Condition
+from .cost import Training
 from .match import Match
 from .values import ModuleParameter, attribute_of, value_of
 
@@ -20,10 +21,17 @@ def is_needed(match: Match) -> bool:
     """Whether the chain's result needs a gradient."""
     if any(call.value.requires_grad for call in match.present):
         return True
-    # Dynamo's values say whether they need a gradient; those of other captures are detached.
-    if "example_value" in match.last.result.meta or not torch.is_grad_enabled():
+    if _values_tell(match) or not torch.is_grad_enabled():
         return False
-    return any(_is_trained(node) for node in _ancestors(match))
+    return any(_is_trained(node) for node in _ancestors(match.inputs))
+
+
+def training_of(match: Match) -> Training | None:
+    """What a training step asks of the chain; None where its result needs no gradient."""
+    if not is_needed(match):
+        return None
+    arguments = ((f"{step}.{name}", given) for step, call in match.calls.items() if call is not None for name, given in call.args.items())
+    return Training(frozenset(name for name, given in arguments if _needs_one(match, given)))
 
 
 def twin_of(qualified: str) -> Any:
@@ -33,7 +41,7 @@ def twin_of(qualified: str) -> Any:
     return None if packet is None else packet.default
 
 
-def conditions(match: Match, qualified: str, select: str) -> Iterator[Condition]:
+def conditions(match: Match, qualified: str) -> Iterator[Condition]:
     """What must hold for an op to take the place of a chain whose result needs a gradient."""
     if not is_needed(match):
         return
@@ -41,15 +49,26 @@ def conditions(match: Match, qualified: str, select: str) -> Iterator[Condition]
         "the result needs a gradient and the op has none: call the model under torch.no_grad() or torch.inference_mode() (model.eval() alone "
         "does not turn gradients off)"
     )
-    yield select != "auto", (
-        'the result needs a gradient, and select="auto" takes nothing that was not measured in training: for inference call the model under '
-        "torch.no_grad() or torch.inference_mode() (model.eval() alone does not turn gradients off)"
-    )
 
 
-def _ancestors(match: Match) -> Iterator[fx.Node | ModuleParameter]:
-    """What the chain's result is computed from: the chain's inputs and all that they depend on."""
-    pending: list[fx.Node | ModuleParameter] = match.inputs
+def _values_tell(match: Match) -> bool:
+    """Dynamo's values say whether they need a gradient; those of other captures are detached."""
+    return "example_value" in match.last.result.meta
+
+
+def _needs_one(match: Match, argument: Any) -> bool:
+    """Whether an argument is a tensor from outside the chain that needs a gradient."""
+    if not isinstance(argument, (fx.Node, ModuleParameter)) or argument in match.nodes:
+        return False
+    value = value_of(argument)
+    if _values_tell(match):
+        return isinstance(value, torch.Tensor) and value.requires_grad
+    return isinstance(value, torch.Tensor) and any(_is_trained(node) for node in _ancestors([argument]))
+
+
+def _ancestors(values: Sequence[fx.Node | ModuleParameter]) -> Iterator[fx.Node | ModuleParameter]:
+    """The values and all that they depend on."""
+    pending = list(values)
     seen = set(pending)
     while pending:
         found = pending.pop()

@@ -1,24 +1,27 @@
 """Options: read from `torch.compile(..., options={"fxfuse.select": ...})`, else from `FXFUSE_*` variables, else the default. Nowhere else.
 
-| option          | variable        | values                              | default |
-|-----------------|-----------------|-------------------------------------|---------|
-| `fxfuse.select` | `FXFUSE_SELECT` | `auto`, `always`, `tail`, `never`   | `auto`  |
-| `fxfuse.strict` | `FXFUSE_STRICT` | a bool; `1`/`0` in the variable     | `False` |
-| `fxfuse.passes` | `FXFUSE_PASSES` | chain names, list or comma-separated | all     |
-| `fxfuse.mode`   | `FXFUSE_MODE`   | an Inductor mode                    | none    |
-| `fxfuse.dump`   | `FXFUSE_DUMP`   | a directory                         | none    |
+| option            | variable          | values                              | default |
+|-------------------|-------------------|-------------------------------------|---------|
+| `fxfuse.select`   | `FXFUSE_SELECT`   | `auto`, `always`, `tail`, `never`   | `auto`  |
+| `fxfuse.backward` | `FXFUSE_BACKWARD` | `auto`, `recompute`, `save`         | `auto`  |
+| `fxfuse.strict`   | `FXFUSE_STRICT`   | a bool; `1`/`0` in the variable     | `False` |
+| `fxfuse.passes`   | `FXFUSE_PASSES`   | chain names, list or comma-separated | all    |
+| `fxfuse.mode`     | `FXFUSE_MODE`     | an Inductor mode                    | none    |
+| `fxfuse.dump`     | `FXFUSE_DUMP`     | a directory                         | none    |
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 PREFIX = "fxfuse."
 SELECT = ("auto", "always", "tail", "never")
+BACKWARD = ("auto", "recompute", "save")
 
 
 class OptionError(ValueError):
@@ -35,6 +38,9 @@ class Options:
     passes: names of the chains that are looked for; None for all.
     mode: an Inductor mode, for use beside other options (torch.compile itself refuses `mode=` next to `options=`).
     dump: a directory in which every graph that is compiled through the backend gets a folder (see `fxfuse.dump`).
+    backward: for chains whose result needs a gradient, and for no others, what waits for the backward. "recompute": nothing of the size of the
+    convolution's output; the op that contains the convolution is taken, whose backward computes it again, and the tail op where only that can be.
+    "save": the convolution's output, once; the tail op is taken. Both are taken whatever the rule says. "auto": `select` decides.
     """
 
     select: str = "auto"
@@ -42,6 +48,7 @@ class Options:
     passes: tuple[str, ...] | None = None
     mode: str | None = None
     dump: str | None = None
+    backward: str = "auto"
 
 
 def split(options: Mapping[str, Any] | None, known_passes: tuple[str, ...]) -> tuple[Options, dict[str, Any]]:
@@ -71,9 +78,9 @@ def split(options: Mapping[str, Any] | None, known_passes: tuple[str, ...]) -> t
     return Options(**values), given
 
 
-def _select(source: str, value: Any, _: tuple[str, ...]) -> str:
-    if value not in SELECT:
-        raise OptionError(f"{source}={value!r} is not one of {', '.join(SELECT)}")
+def _one_of(names: Sequence[str], source: str, value: Any, _: tuple[str, ...]) -> str:
+    if value not in names:
+        raise OptionError(f"{source}={value!r} is not one of {', '.join(names)}")
     return value
 
 
@@ -109,9 +116,10 @@ def _dump(source: str, value: Any, _: tuple[str, ...]) -> str:
 
 
 _READ: Mapping[str, Callable[[str, Any, tuple[str, ...]], Any]] = {
-    "select": _select,
+    "select": partial(_one_of, SELECT),
     "strict": _strict,
     "passes": _passes,
     "mode": _mode,
     "dump": _dump,
+    "backward": partial(_one_of, BACKWARD),
 }

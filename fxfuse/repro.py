@@ -119,6 +119,7 @@ def _setting(anchor: fx.Node, options: Options, inductor: Mapping[str, Any]) -> 
     known = {name: value for name, value in inductor.items() if isinstance(value, (bool, int, float, str, type(None)))}
     return {
         "select": options.select,
+        "backward": options.backward,
         "passes": options.passes,
         "mode": options.mode,
         "inductor": known,

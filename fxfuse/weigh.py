@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from . import gradients
 from .chain import Implementation, first_failure
-from .choose import Cost, decide, rates_of
+from .choose import decide, demand, rates_of
+from .cost import BackwardCost, Cost, Training
 from .guarded import Guarded
 from .match import Match
 from .options import Options
 from .report import Candidate
 
 INDUCTOR = "inductor"
+# The commonest call of all trains nothing and needs gradients all the same.
+FOR_INFERENCE = (
+    "for inference call the model under torch.no_grad() or torch.inference_mode() (model.eval() alone does not turn gradients off)"
+)
+
+T = TypeVar("T")
 
 # Measured milliseconds by op name, and of Inductor under INDUCTOR; or the sentence why nothing was timed.
 Timer = Callable[[Match, Sequence[Implementation]], "Mapping[str, float] | str"]
@@ -30,42 +38,54 @@ class Weighed:
 
 
 def weigh(match: Match, options: Options, timer: Timer | None, missing: str | None = None) -> Weighed:
-    """Weighs a match's implementations by measured times where there is a timer and `fxfuse.select` is "auto", else by the rule.
+    """Weighs a match's implementations by measured times where there is a timer and no option says which to take, else by the rule.
 
     missing: why the ops of fxfuse's own cannot be used, if they cannot. Raises PassError for a mistake in the chain.
     """
-    reasons = {i.op: _reason(match, i, options, missing) for i in match.chain.implementations}
+    reasons = {i.op: _reason(match, i, missing) for i in match.chain.implementations}
     possible = [i for i in match.chain.implementations if reasons[i.op] is None]
     impossible = [Candidate(op, reason) for op, reason in reasons.items() if reason is not None]
-    if timer is None or options.select != "auto" or not possible:
-        return _by_rule(match, options, possible, impossible)
+    training = gradients.training_of(match)
+    asked = demand(options.select, None if training is None else options.backward)
+    if timer is None or asked or not possible:
+        return _by_rule(match, options, training, possible, impossible)
     times = timer(match, possible)
     if isinstance(times, str):
-        return _by_rule(match, options, possible, impossible, f"not timed ({times}); ")
+        return _by_rule(match, options, training, possible, impossible, f"not timed ({times}); ")
     return _by_times(match, times, possible, impossible)
 
 
-def _reason(match: Match, implementation: Implementation, options: Options, missing: str | None) -> str | None:
+def _reason(match: Match, implementation: Implementation, missing: str | None) -> str | None:
     if missing is not None and implementation.is_own:
         return missing
     taken = Guarded(match.chain.name, "takes", implementation.takes).conditions(**match.calls)
-    return first_failure(itertools.chain(taken, gradients.conditions(match, implementation.qualified, options.select)))
+    return first_failure(itertools.chain(taken, gradients.conditions(match, implementation.qualified)))
 
 
-def _cost(match: Match, implementation: Implementation) -> Cost | None:
+def _cost(match: Match, implementation: Implementation, training: Training | None = None) -> Cost | None:
+    """training: None too where the cost of the forward is enough."""
     if implementation.cost is None:
         return None
-    guarded, expected = Guarded(match.chain.name, "cost", implementation.cost), "it should return a fxfuse.Cost"
-    cost = guarded(expected, **match.calls)
-    if not isinstance(cost, Cost):
-        raise guarded.mistake(f"returns {cost!r}", expected)
-    return cost
+    cost = _stated(match, "cost", implementation.cost, Cost)
+    if training is None or implementation.backward_cost is None:
+        return cost
+    return replace(cost, backward=_stated(match, "backward_cost", implementation.backward_cost, BackwardCost, training))
 
 
-def _by_rule(match: Match, options: Options, possible: list[Implementation], impossible: list[Candidate], note: str = "") -> Weighed:
-    rates = rates_of(match.anchor.value.device)
-    costs = {i: _cost(match, i) for i in possible}
-    choices = {i: decide(cost, rates, options.select) for i, cost in costs.items()}
+def _stated(match: Match, role: str, function: Callable[..., Any], kind: type[T], *args: Any) -> T:
+    guarded, expected = Guarded(match.chain.name, role, function), f"it should return a fxfuse.{kind.__name__}"
+    stated = guarded(expected, *args, **match.calls)
+    if not isinstance(stated, kind):
+        raise guarded.mistake(f"returns {stated!r}", expected)
+    return stated
+
+
+def _by_rule(
+    match: Match, options: Options, training: Training | None, possible: list[Implementation], impossible: list[Candidate], note: str = ""
+) -> Weighed:
+    rates, backward = rates_of(match.anchor.value.device), None if training is None else options.backward
+    costs = {i: _cost(match, i, training) for i in possible}
+    choices = {i: decide(cost, rates, options.select, backward) for i, cost in costs.items()}
 
     def candidate(i: Implementation, verdict: str) -> Candidate:
         return Candidate(i.op, verdict, choices[i].us, choices[i].inductor_us, kernel=_kernel(costs[i]))
@@ -73,8 +93,10 @@ def _by_rule(match: Match, options: Options, possible: list[Implementation], imp
     taken = next((i for i, choice in choices.items() if choice.taken), None)
     if taken is None:
         left = [candidate(i, f"left to Inductor: {note}{choice.why}") for i, choice in choices.items()]
-        return Weighed(None, _sentence(impossible + left), tuple(impossible + left))
-    weighed = [candidate(i, choice.why) for i, choice in choices.items() if i is taken or options.select == "auto" or not choice.taken]
+        way_out = f"; {FOR_INFERENCE}" if training is not None and left else ""
+        return Weighed(None, _sentence(impossible + left) + way_out, tuple(impossible + left))
+    by_rule = not demand(options.select, backward)
+    weighed = [candidate(i, choice.why) for i, choice in choices.items() if i is taken or by_rule or not choice.taken]
     return Weighed(taken, note + choices[taken].why, tuple(impossible + weighed))
 
 

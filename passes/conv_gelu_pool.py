@@ -14,24 +14,16 @@ from torch import fx
 
 from fxfuse import fused, precision, torch_private
 from fxfuse.chain import Chain, Condition, Implementation, Step
-from fxfuse.choose import Cost, Work
-from fxfuse.conditions import are_sizes, kernel_dtypes, number_of_bytes, parameter_dtype
+from fxfuse.conditions import are_sizes, kernel_dtypes, parameter_dtype
 from fxfuse.emitter import Emitter
 from fxfuse.values import value_of
 from fxfuse.view import Call
 
+from .conv_gelu_pool_costs import fused_backward_cost, fused_cost, tail_backward_cost, tail_cost
 from .conv_gelu_pool_ops import conv_gelu_pool, gelu_pool
 
 # Padded values of a weight that fit the fused op's workspace.
 MOST_WEIGHTS = 2**19
-# K steps whose weights the Hopper kernel keeps in shared memory.
-HOPPER_STEPS = 48
-# What the kernels' rates were measured on: chunks of channels, K steps.
-MOST_CHUNKS, MOST_HOPPER_STEPS, MOST_PORTABLE_STEPS = 4, 14, 9
-# The largest window that Inductor computes an adaptive pool for itself (`_adaptive_avg_pool2d` of its lowerings).
-INDUCTORS_WINDOW = 25
-# What a GELU and its sum cost an output element, in operations of the matrix units that take about as long on an H200.
-GELU_FLOPS = 200.0
 
 
 def requires(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:
@@ -80,28 +72,6 @@ def fused_replace(emit: Emitter, conv: Call, gelu: Call, pool: Call) -> fx.Node:
     return _with_dims(emit, conv, pool, pooled)
 
 
-def fused_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
-    """One read of the convolution's input, and its operations with those of a GELU for each output element."""
-    flops = fused.convolution_flops(conv) + GELU_FLOPS * _outputs(conv)
-    kernel = f"conv_gelu_pool {_kernel(conv)} {fused.operand_of(conv)}"
-    op = Work(number_of_bytes(conv.tensor("input")), kernels=3, flops=flops, kernel=kernel)
-    return Cost(op, _inductors(conv, pool), fused.library_convolution(conv))
-
-
-def _kernel(conv: Call) -> str:
-    """The CUDA kernel: "hopper" mirrors `make_hopper_tiling` of csrc/conv_gelu_pool_hopper_plan.cuh, but for its search of a tile and for its
-    comparison with the portable kernel. "deep" ones have so many channels or taps that they no longer run at the same rate."""
-    c_out, _, *kernel = conv.tensor("weight").shape
-    # 16 bytes of channels make a chunk, two chunks of a tap a step; fp32-accurate products take each step for two parts of the weights.
-    chunks = math.ceil(fused.channels_in(conv) / (16 // conv.tensor("weight").element_size()))
-    steps = math.ceil(chunks * math.prod(kernel) / 2)
-    splits = 2 if fused.operand_of(conv) == "ieee" else 1
-    gpu = fused.gpu_of(conv.value.device)
-    is_hopper = gpu is not None and gpu.major == 9 and set(conv.stride) == {1} and c_out > 32 and steps * splits <= HOPPER_STEPS
-    is_deep = chunks > MOST_CHUNKS or steps > (MOST_HOPPER_STEPS if is_hopper else MOST_PORTABLE_STEPS)
-    return ("hopper" if is_hopper else "portable") + (" deep" if is_deep else "")
-
-
 def tail_takes(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:
     """The tail op computes every case that the chain allows."""
     yield True, ""
@@ -115,42 +85,6 @@ def tail_replace(emit: Emitter, conv: Call, gelu: Call, pool: Call) -> fx.Node:
         return emit(gelu_pool, emit.conv_without_bias(conv), conv.bias, size, keepdim, gelu.approximate, _out_dtype(conv, pool))
 
     return _with_dims(emit, conv, pool, pooled)
-
-
-def tail_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
-    """One read of the convolution's output and a small write."""
-    moved = number_of_bytes(conv.value) + number_of_bytes(pool.value)
-    share = _bandwidth_share(conv, pool) if conv.value.device.type == "cuda" else 1.0
-    return Cost(Work(int(moved / share), kernels=1), _inductors(conv, pool), fused.library_convolution(conv))
-
-
-def _bandwidth_share(conv: Call, pool: Call) -> float:
-    """What the CUDA tail reaches of a copy's bandwidth on an H200, at the least."""
-    if conv.dims == 1:  # a lane reads a window; rows of some hundred elements leave warps waiting
-        return 0.05 if not _is_global(pool) and _window(conv, pool) > INDUCTORS_WINDOW else 0.5
-    is_channels_last = torch_private.known_true(conv.value.stride(-conv.dims - 1) == 1)
-    return 0.9 if is_channels_last and conv.value.element_size() == 2 else 1.0
-
-
-def _inductors(conv: Call, pool: Call) -> Work:
-    """Inductor's kernels behind the convolution: one that reads it and computes a GELU for each element, and more where it leaves the pool to
-    eager's kernel, which reads what the first one writes."""
-    read, written = number_of_bytes(conv.value), number_of_bytes(pool.value)
-    falls_back = _window(conv, pool) > INDUCTORS_WINDOW and not _is_global(pool)
-    return Work((3 if falls_back else 1) * read + written, kernels=2 if falls_back else 1, gelus=_outputs(conv))
-
-
-def _is_global(pool: Call) -> bool:
-    return pool.word == "mean" or set(pool.output_size) == {1}
-
-
-def _window(conv: Call, pool: Call) -> float:
-    """Elements of a window, about."""
-    return _outputs(conv) / max(1, math.prod(torch_private.hint(size) for size in pool.value.shape))
-
-
-def _outputs(conv: Call) -> int:
-    return math.prod(torch_private.hint(size) for size in conv.value.shape)
 
 
 def _with_dims(emit: Emitter, conv: Call, pool: Call, pooled: Callable[[bool], fx.Node]) -> fx.Node:
@@ -192,8 +126,16 @@ CHAIN = Chain(
             fused_cost,
             "the whole chain on a GPU, whose convolution's output never reaches memory: a convolution that is not transposed, of one group and "
             f"symmetric padding, with weights of up to {MOST_WEIGHTS} padded values; a pool of whole planes",
+            fused_backward_cost,
         ),
-        Implementation("gelu_pool", tail_takes, tail_replace, tail_cost, "gelu and pool behind any convolution of the chain's, on a GPU or a CPU"),
+        Implementation(
+            "gelu_pool",
+            tail_takes,
+            tail_replace,
+            tail_cost,
+            "gelu and pool behind any convolution of the chain's, on a GPU or a CPU",
+            tail_backward_cost,
+        ),
     ),
     dims=(1, 2, 3),
     description="The mean over space, or an adaptive average pool, of the gelu of a convolution, transposed or not, in float32, bfloat16 or float16.",

@@ -15,16 +15,13 @@ from torch import fx
 
 from fxfuse import fused, precision, torch_private
 from fxfuse.chain import Chain, Condition, Implementation, Step
-from fxfuse.choose import Cost, Work
-from fxfuse.conditions import are_sizes, kernel_dtypes, number_of_bytes, parameter_dtype, same_shape
+from fxfuse.conditions import are_sizes, kernel_dtypes, parameter_dtype, same_shape
 from fxfuse.emitter import Emitter
 from fxfuse.values import value_of
 from fxfuse.view import Call
 
+from .conv_norm_pool_gelu_costs import addend_of, fused_backward_cost, fused_cost, tail_backward_cost, tail_cost
 from .conv_norm_pool_gelu_ops import conv_norm_pool_gelu, norm_pool_gelu
-
-# Elements of a norm group that the contiguous tail surely keeps in the registers of a block (`plan_block` of csrc/norm_pool_gelu_plan.cuh).
-MOST_IN_A_BLOCK = 8192
 
 
 def requires(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Iterator[Condition]:
@@ -47,7 +44,7 @@ def requires(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -
 
 def addend_conditions(conv: Call, add: Call) -> Iterator[Condition]:
     """The addend joins the convolution's unscaled result, without raising its dtype or enlarging it."""
-    addend, alpha = _addend(add), add.alpha
+    addend, alpha = addend_of(add), add.alpha
     yield isinstance(alpha, (int, float)), "the add's alpha is not a constant number"
     yield add.by == "self" or alpha == 1, f"the add scales the convolution's result by {alpha}; only the addend may be scaled"
     value = value_of(addend)
@@ -74,8 +71,8 @@ def fused_takes(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call
     yield pool.divisor_override is None, "avg_pool3d has a divisor_override"
     needed, given = _shared_bytes(conv, pool), fused.gpu_of(conv.value.device).shared_bytes
     yield needed <= given, f"a row of windows needs up to {needed} bytes of shared memory, and a block has {given} on this device"
-    if add is not None and isinstance(value_of(_addend(add)), torch.Tensor):
-        shape = value_of(_addend(add)).shape
+    if add is not None and isinstance(value_of(addend_of(add)), torch.Tensor):
+        shape = value_of(addend_of(add)).shape
         # All sizes but the channels', if it has that many dimensions, are 1.
         others = (*shape[:-4], *shape[-3:]) if len(shape) >= 4 else shape
         yield all(torch_private.known_true(n == 1) for n in others), f"the addend of shape {list(shape)} is not one value or one a channel"
@@ -106,15 +103,6 @@ def fused_replace(emit: Emitter, conv: Call, add: Call | None, norm: Call, pool:
     )
 
 
-def fused_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Cost:
-    """One read of the convolution's input, one write of the result, and the convolution's operations. Against it: a tail that reads the
-    convolution's output once, which Inductor's does not reach but the tail op does."""
-    written = number_of_bytes(gelu.value)
-    kernel = f"conv_norm_pool_gelu {'hopper' if _hopper_takes(conv, pool) else 'portable'} {fused.operand_of(conv)}"
-    op = Work(number_of_bytes(conv.tensor("input")) + written, kernels=2, flops=fused.convolution_flops(conv), kernel=kernel)
-    return Cost(op, Work(number_of_bytes(conv.value) + written, kernels=1), fused.library_convolution(conv))
-
-
 def _shared_bytes(conv: Call, pool: Call) -> int:
     """A bound of what a block of the portable kernel needs at least (`refusal` of csrc/conv_norm_pool_gelu_plan.cuh): weights and sums, and for
     one row of windows the input rows, 32 bytes a pixel, of a width padded to a power of two."""
@@ -123,17 +111,6 @@ def _shared_bytes(conv: Call, pool: Call) -> int:
     down, across = (1, 1 / conv.stride[-1]) if conv.transposed else conv.stride[-2:]
     rows = (pool.kernel_size[-2] - 1) * down + conv.tensor("weight").shape[-2]
     return 28 * 1024 + rows * math.ceil(padded * across + 4 * max(across, 1)) * 32
-
-
-def _hopper_takes(conv: Call, pool: Call) -> bool:
-    """Mirrors `hopper_takes` of csrc/conv_norm_pool_gelu_hopper_plan.cuh with the example sizes."""
-    n, c_in, _, height, width = ([1] + [torch_private.hint(size) for size in conv.tensor("input").shape])[-5:]
-    doubles = conv.transposed and set(conv.stride) == {2} and set(fused.numeric_padding(conv)) == {1} and set(conv.output_padding) == {1}
-    doubles = doubles and set(conv.tensor("weight").shape[2:]) == {3} and set(pool.kernel_size) == {2}
-    c_out = conv.tensor("weight").shape[1]
-    gpu = fused.gpu_of(conv.value.device)
-    fills = gpu is not None and gpu.major == 9 and 2 * n * math.ceil(height / 4) >= gpu.num_processors
-    return doubles and width == 32 and c_in <= 32 and 32 < c_out <= 64 and fills
 
 
 def tail_takes(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Iterator[Condition]:
@@ -166,47 +143,15 @@ def tail_replace(emit: Emitter, conv: Call, add: Call | None, norm: Call, pool: 
     )
 
 
-def tail_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Cost:
-    """One read of the convolution's output and one write of the result, at the share of a copy's bandwidth that the kernel reaches; Inductor
-    writes the normalised rows and reads them again to pool, but for windows of one element."""
-    read, written = number_of_bytes(conv.value), number_of_bytes(gelu.value)
-    normalised = 2 * number_of_bytes(norm.value) if math.prod(pool.kernel_size) > 1 else 0
-    share = _bandwidth_share(conv, add, norm, pool) if conv.value.device.type == "cuda" else 1.0
-    op, inductor = Work(int((read + written) / share), kernels=1), Work(read + normalised + written, kernels=2 if normalised else 1)
-    return Cost(op, inductor, fused.library_convolution(conv))
-
-
-def _bandwidth_share(conv: Call, add: Call | None, norm: Call, pool: Call) -> float:
-    """What the CUDA tail reaches of a copy's bandwidth on an H200, the least over fp32 and bf16, per kind of row: measured, and fitted on
-    sweep_h200.json in examples/results. The layout is that of the trace, which Inductor may change."""
-    width = torch_private.hint(conv.value.shape[-1])
-    is_channels_last = conv.value.dim() == 5 and torch_private.known_true(conv.value.stride(1) == 1)
-    group = math.prod(torch_private.hint(value_of(size)) for size in norm.normalized_shape)
-    if group > MOST_IN_A_BLOCK or (is_channels_last and (len(norm.normalized_shape) > 1 or width > 256)):
-        return 0.07  # statistics in a pass of their own
-    if any(stride < size for size, stride in zip(pool.kernel_size, pool.stride)):
-        return 0.25  # rows are normalised once for each window that they are in
-    value = value_of(_addend(add)) if add is not None else None
-    if isinstance(value, torch.Tensor) and value.dim() and torch_private.hint(value.shape[-1]) > 1:
-        return 0.2  # as many bytes of addend as of input, or scattered reads of it
-    if len(norm.normalized_shape) > 1 or width > 128:
-        return 0.42
-    return 0.5 if width % 2 or width < 32 else 0.8
-
-
 def _out_dtype(conv: Call, gelu: Call) -> torch.dtype | None:
     return gelu.value.dtype if gelu.value.dtype != conv.value.dtype else None
-
-
-def _addend(add: Call) -> object:
-    return add.other if add.by == "self" else add.self
 
 
 def _split_addend(emit: Emitter, conv: Call, add: Call | None) -> tuple[fx.Node | None, float, float]:
     """The addend as the op takes it: a tensor and its scale, or a number. Integer and CPU scalars become tensors of the chain's kind."""
     if add is None:
         return None, 1.0, 0.0
-    addend = _addend(add)
+    addend = addend_of(add)
     value = value_of(addend)
     if not isinstance(value, torch.Tensor):
         return None, 1.0, float(add.alpha * addend)
@@ -238,9 +183,15 @@ CHAIN = Chain(
             fused_cost,
             "the whole chain on a GPU, whose convolution's output never reaches memory: kernels up to 5, strides of 1 and 2, one group, no dilation, "
             "symmetric padding; rows up to 256 with the norm over them alone; pool windows up to 4, side by side; one addend, or one a channel",
+            fused_backward_cost,
         ),
         Implementation(
-            "norm_pool_gelu", tail_takes, tail_replace, tail_cost, "add, norm, pool and gelu behind any convolution of the chain's, on a GPU or a CPU"
+            "norm_pool_gelu",
+            tail_takes,
+            tail_replace,
+            tail_cost,
+            "add, norm, pool and gelu behind any convolution of the chain's, on a GPU or a CPU",
+            tail_backward_cost,
         ),
     ),
     dims=(3,),

@@ -32,6 +32,29 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("fxfuse_tests::trained", mutates_args=())
+def trained_op(x: torch.Tensor) -> torch.Tensor:
+    """relu(x), which takes part in training by its twin."""
+    return torch.relu(x)
+
+
+@torch.library.custom_op("fxfuse_tests::trained_training", mutates_args=())
+def trained_twin(x: torch.Tensor) -> torch.Tensor:
+    """What stands for it where a gradient is needed; no test runs it."""
+    return torch.relu(x)
+
+
+@trained_op.register_fake
+@trained_twin.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def to_trained(emit: fxfuse.Emitter, conv: fxfuse.Call, relu: fxfuse.Call) -> fx.Node:
+    """conv -> the op that takes part in training."""
+    return emit(trained_op, conv.result)
+
+
 class Net(nn.Module):
     """[N, 4, 8, 8] -> conv output [N, 8, 6, 6] -> relu."""
 
@@ -54,14 +77,14 @@ def to_op(emit: fxfuse.Emitter, conv: fxfuse.Call, relu: fxfuse.Call) -> fx.Node
 
 
 def implementation(
-    op: str = "fxfuse_tests::relu", takes: Any = yes, replace: Any = to_op, cost: Any = None
+    op: str = "fxfuse_tests::relu", takes: Any = yes, replace: Any = to_op, cost: Any = None, backward_cost: Any = None
 ) -> fxfuse.Implementation:
     """An implementation of conv -> relu that takes everything."""
-    return fxfuse.Implementation(op, takes, replace, cost)
+    return fxfuse.Implementation(op, takes, replace, cost, backward_cost=backward_cost)
 
 
 def conv_relu(name: str = "conv_relu", words: tuple[fxfuse.Word, ...] = (RELU,), word: str = "relu", **own: Any) -> fxfuse.Chain:
-    """conv -> relu; `own`: takes, replace, cost of its implementation."""
+    """conv -> relu; `own`: op, takes, replace, cost, backward_cost of its implementation."""
     steps = (fxfuse.Step("conv", "conv"), fxfuse.Step("relu", word))
     return fxfuse.Chain(name, steps, yes, (implementation(**own),), words=words)
 

@@ -14,7 +14,7 @@ from fxfuse.toolchain import BuildError, find_cxx
 
 COVERAGE = pytest.StashKey[list[tuple[str, ...]]]()
 HEADERS = ("chain", "captured by", "spelling", "verdict", "in training")
-OPTION_VARIABLES = ("FXFUSE_SELECT", "FXFUSE_STRICT", "FXFUSE_PASSES", "FXFUSE_MODE", "FXFUSE_DUMP", "FXFUSE_LOG")
+OPTION_VARIABLES = ("FXFUSE_SELECT", "FXFUSE_STRICT", "FXFUSE_PASSES", "FXFUSE_MODE", "FXFUSE_BACKWARD", "FXFUSE_DUMP", "FXFUSE_LOG")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,6 +12,7 @@ from torch import fx
 
 from fxfuse.chain import chains
 from fxfuse.fused import Gpu
+from fxfuse.headline import Headline
 from fxfuse.match import Match, find
 from fxfuse.view import GraphView
 
@@ -31,6 +32,29 @@ def normed(y: torch.Tensor, pool: int = 2, **window: Any) -> torch.Tensor:
 def graph_of(run: Callable[..., torch.Tensor], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, dynamic: bool = False) -> fx.GraphModule:
     with fake_mode(), torch.no_grad():
         return dynamo_graph(run, *(torch.empty(shape, device="cuda", dtype=dtype) for shape in shapes), dynamic=dynamic)
+
+
+def in_training(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph as if every tensor in it needed a gradient. (Autograd would ask a device that is not there for its streams.)"""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            node.meta["example_value"] = value.detach().requires_grad_()
+    return gm
+
+
+def training_step(model: Headline, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, of_input: bool = False) -> Match:
+    """The chain of a headline model whose parameters, and input if asked for, need gradients, on a GPU that is not there."""
+    module = model.make().to(dtype)
+    with fake_mode():
+        gm = dynamo_graph(module, torch.empty(shape, dtype=dtype, requires_grad=of_input))
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            with value.fake_mode:
+                moved = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="cuda", requires_grad=value.requires_grad)
+            node.meta["example_value"] = moved
+    return match_of(gm)
 
 
 def match_of(gm: fx.GraphModule) -> Match:

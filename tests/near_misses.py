@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chains import RELU, SIN, Net, conv_relu, of_steps
-from convolutions import TAKEN, W2, W3, X2, X3, graph_of, normed, pooled
+from convolutions import TAKEN, W2, W3, X2, X3, graph_of, in_training, normed, pooled
 from models import ConvGeluPool, dynamo_graph, fuse, fused_nodes
 from spellings import autocast
 from torch import fx, nn
@@ -195,7 +195,8 @@ def failing_inductor(patch: pytest.MonkeyPatch) -> Report:
 # fmt: off
 CASES: dict[str, Callable[[pytest.MonkeyPatch], Report]] = {
     "the result needs a gradient and the op has none": lambda patch: of_training(),
-    'select="auto" takes nothing that was not measured in training': lambda patch: needing_a_gradient(conv_gelu_pool, X2, W2, select="auto"),
+    'backward="save"': lambda patch: fuse(in_training(graph_of(conv_gelu_pool, X2, W2)), backward="save")[1],
+    "us in a training step, Inductor at least": lambda patch: needing_a_gradient(conv_gelu_pool, X2, W2, select="auto"),
     "add may write to l_b_ behind the chain": lambda patch: needing_a_gradient(written_behind, X2, W2, B),
     'fxfuse.select is "never"': lambda patch: seen(on_cpu(conv_gelu_pool, X2, W2), "never"),
     "add already belongs to another": lambda patch: seen(on_cpu(two_convolutions, X3, W3, W3)),

@@ -131,6 +131,13 @@ def test_candidates_that_do_not_fit_the_memory_are_not_timed(fresh: Path, monkey
     assert "not timed (timing needs 0.0 GB, 0.0 GB are free); " in told[0] and not fresh.exists()
 
 
+def test_a_training_step_is_not_timed(fresh: Path) -> None:
+    with torch.enable_grad():
+        report = compiled()
+    told = [f.choice for f in report.fused] + [d.reason for d in report.declined]
+    assert "not timed (the result needs a gradient); predicted" in told[0] and "in a training step" in told[0] and not fresh.exists()
+
+
 def test_a_failure_to_time_leaves_the_choice_to_the_rule(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(autotune, "paired_times", None)
     with caplog.at_level(logging.ERROR, "fxfuse"):

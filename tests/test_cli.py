@@ -88,7 +88,9 @@ def test_explain_by_a_dotted_name_and_with_gradients(model: str, monkeypatch: py
     Path("mine.py").rename("nested/theirs.py")
     assert explain("nested.theirs:factory", "--grad") == 0
     out = capsys.readouterr().out
-    assert out.startswith("0 fused, 2 declined") and "torch.no_grad()" in out
+    assert out.startswith("0 fused, 2 declined") and "in a training step" in " ".join(out.split()) and "torch.no_grad()" in out
+    assert explain("nested.theirs:factory", "--grad", "--backward", "save") == 0
+    assert capsys.readouterr().out.startswith("1 fused, 1 declined")
     assert explain("nested.theirs:factory", "--grad", "--select", "always") == 0
     assert capsys.readouterr().out.startswith("1 fused, 1 declined")
 
@@ -131,7 +133,7 @@ def test_the_file(model: str) -> None:
         "target": model,
         "grad": False,
         "dynamic": True,
-        "options": {"select": "always", "strict": False, "passes": None, "mode": None, "dump": None, "inductor": {}},
+        "options": {"select": "always", "strict": False, "passes": None, "mode": None, "dump": None, "backward": "auto", "inductor": {}},
         "graphs": 1,
         "stopped": None,
         "expected": {"conv_gelu_pool": 2},

@@ -74,7 +74,7 @@ def _in_training(row: Row, inference: fx.GraphModule) -> str:
     if "cuda" in devices and not torch.cuda.is_available():
         return "(needs a GPU)"
     gm = row.graph(needs_gradient=True)
-    graph, report = fuse(gm, select="tail")
+    graph, report = fuse(gm, select="auto", backward="save")
     assert len(report.fused) == 1, [record.reason for record in report.declined]
     check_rewrite(gm.graph, graph, report.fused[0].nodes)
     (node,) = fused_nodes(graph)

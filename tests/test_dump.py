@@ -102,7 +102,7 @@ def test_the_report_holds_everything(tmp_path: Path) -> None:
     assert (report["torch"], report["cuda"], report["fxfuse"]) == (torch.__version__, torch.version.cuda, fxfuse.__version__)
     assert report["time"].endswith("+00:00") and report["compile_id"].endswith("/0")
     assert [device["device"] for device in report["devices"]] == ["cpu"] and "threads" in report["devices"][0]["name"]
-    expected = {"select": "always", "strict": False, "passes": None, "mode": None, "dump": str(tmp_path), "inductor": {}}
+    expected = {"select": "always", "strict": False, "passes": None, "mode": None, "dump": str(tmp_path), "backward": "auto", "inductor": {}}
     assert report["options"] == expected
     (fused,) = report["fused"]
     assert set(fused) == names(Fused) | {"repro", "no_repro"} and set(fused["candidates"][0]) == names(Candidate)
@@ -161,7 +161,7 @@ def test_a_script_keeps_strides_offset_dtype_autocast_and_grad(tmp_path: Path) -
 
     x = torch.randn(2, 9, 9, 4)[:, 1:, 1:].permute(0, 3, 1, 2)
     with torch.enable_grad():
-        (made,) = dumped(tmp_path, model, x, torch.randn(8, 4, 3, 3, requires_grad=True))
+        (made,) = dumped(tmp_path, model, x, torch.randn(8, 4, 3, 3, requires_grad=True), select="auto", backward="save")
     (script,) = made.glob("repro_*.py")
     text = script.read_text()
     assert "tensor((2, 4, 8, 8), (324, 1, 36, 4), torch.float32, 'cpu', offset=40)" in text

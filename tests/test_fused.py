@@ -16,6 +16,7 @@ from torch._guards import detect_fake_mode
 from fxfuse import fused
 from fxfuse.chain import first_failure
 from fxfuse.choose import RATES, decide
+from fxfuse.cost import Training
 from fxfuse.fused import Gpu
 
 
@@ -92,6 +93,8 @@ def test_conditions_and_costs_install_no_guard(name: str) -> None:
         best = match.chain.implementations[0]
         assert first_failure(best.takes(**match.calls)) is None
         best.cost(**match.calls)
+        for implementation in match.chain.implementations:
+            implementation.backward_cost(Training(frozenset({"conv.input", "conv.weight"})), **match.calls)
         guards.append(len(shape_env.guards) - before)
         return gm.forward
 

@@ -83,6 +83,14 @@ def cost_raises(conv: Any, relu: Any) -> Any:
     return {}["bytes"]
 
 
+def no_backward(training: Any, conv: Any, relu: Any) -> Any:
+    return training
+
+
+def one_byte(conv: Any, relu: Any) -> Any:
+    return fxfuse.Cost(op=fxfuse.Work(bytes=1, kernels=1), inductor=fxfuse.Work(bytes=9, kernels=1))
+
+
 def another_shape(emit: Any, conv: Any, relu: Any) -> fx.Node:
     return emit(torch.sum, conv.result)
 
@@ -249,6 +257,13 @@ def test_a_replacement_that_holds_the_chain_again_is_made_once() -> None:
     assert len(emitted) == 1 and [record.chain for record in report.fused] == ["conv_relu", "conv_gelu_pool"]
     assert len([node for node in graph.nodes if node.target is F.relu]) == 1
     graph.lint()
+
+
+def test_a_mistake_in_a_backward() -> None:
+    own = conv_relu(op="fxfuse_tests::trained", cost=one_byte, backward_cost=no_backward)
+    with fxfuse.register(own):
+        _, report = fuse(dynamo_graph(Net(), torch.zeros(2, 4, 8, 8)))
+    assert re.search(rf"its backward_cost at {HERE}:\d+ returns Training\(.*; it should return a fxfuse.BackwardCost", report.declined[0].reason)
 
 
 def test_keywords_go_into_the_node() -> None:

@@ -17,7 +17,7 @@ def own(**given: object) -> Options:
 
 def test_defaults() -> None:
     for given in (None, {}, {"fxfuse.select": None, "fxfuse.passes": None}):
-        assert split(given, CHAINS) == (Options(select="auto", strict=False, passes=None, mode=None), {})
+        assert split(given, CHAINS) == (Options(select="auto", strict=False, passes=None, mode=None, dump=None, backward="auto"), {})
 
 
 def test_own_keys_are_split_from_the_rest_which_is_left_alone() -> None:
@@ -30,6 +30,7 @@ def test_own_keys_are_split_from_the_rest_which_is_left_alone() -> None:
 
 ACCEPTED = [
     ("select", "always", "always"),
+    ("backward", "save", "save"),
     ("strict", True, True),
     ("strict", 0, False),
     ("strict", "true", True),
@@ -52,6 +53,7 @@ def test_values(name: str, given: object, read: object) -> None:
 REFUSED = [
     ("fxfuse.select", "sometimes", "fxfuse.select='sometimes' is not one of auto, always, tail, never"),
     ("fxfuse.select", ["auto"], r"fxfuse.select=\['auto'\] is not one of"),
+    ("fxfuse.backward", "keep", "fxfuse.backward='keep' is not one of auto, recompute, save"),
     ("fxfuse.strict", "yes", "fxfuse.strict='yes' is not a bool"),
     ("fxfuse.strict", 2, "fxfuse.strict=2 is not a bool"),
     (
@@ -82,12 +84,13 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXFUSE_STRICT", "1")
     monkeypatch.setenv("FXFUSE_PASSES", "conv_gelu_pool")
     monkeypatch.setenv("FXFUSE_MODE", "reduce-overhead")
-    assert own() == Options("always", True, ("conv_gelu_pool",), "reduce-overhead")
-    assert own(select="never", strict=False) == Options("never", False, ("conv_gelu_pool",), "reduce-overhead")
+    monkeypatch.setenv("FXFUSE_BACKWARD", "recompute")
+    assert own() == Options("always", True, ("conv_gelu_pool",), "reduce-overhead", backward="recompute")
+    assert own(select="never", strict=False, backward="auto") == Options("never", False, ("conv_gelu_pool",), "reduce-overhead")
 
 
 def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SELECT", "STRICT", "PASSES", "MODE"):
+    for name in ("SELECT", "STRICT", "PASSES", "MODE", "BACKWARD"):
         monkeypatch.setenv(f"FXFUSE_{name}", "")
     assert own() == Options()
 

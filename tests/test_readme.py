@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fxfuse.options import Options
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = {"eager": "eager", "inductor": "inductor", "inductor, channels_last": "inductor channels_last", "fxfuse": "fxfuse"}
@@ -35,6 +38,12 @@ def test_the_new_chain_is_the_examples() -> None:
     lines = [line.strip() for line in block.splitlines() if line.strip()]
     example = map(str.strip, (ROOT / "examples/new_chain.py").read_text().splitlines())
     assert lines and all(line in example for line in lines)
+
+
+def test_the_options() -> None:
+    shown = table("| option | variable")
+    assert {row["option"] for row in shown} == {f"fxfuse.{field.name}" for field in fields(Options)}
+    assert all(row["variable"] == row["option"].upper().replace(".", "_") for row in shown)
 
 
 def test_headline_times_and_errors() -> None:

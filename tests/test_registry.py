@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from chains import RELU, SIN, Net, chain, conv_relu, implementation, of_steps
+from chains import RELU, SIN, Net, chain, conv_relu, implementation, of_steps, to_trained
 from models import ConvGeluPool, dynamo_graph, fake_mode, fuse, reasons, traced_graph
 from torch import fx, nn
 
@@ -143,6 +143,37 @@ def test_a_cost_that_is_given_decides(moved: int, expected: tuple[str, str], mon
         _, report = fuse(graph_of(), select="auto")
     (record,) = getattr(report, expected[0])
     assert expected[1] in (record.choice if expected[0] == "fused" else record.reason)
+
+
+IN_TRAINING = {
+    "none given": (None, "fused", "moves 1 bytes in the forward of a training step, Inductor 8; saves 88%"),
+    "small": (fxfuse.BackwardCost(fxfuse.Work(2, 1), fxfuse.Work(8, 1)), "fused", "moves 3 bytes in a training step, Inductor 16; saves 81%"),
+    "large": (fxfuse.BackwardCost(fxfuse.Work(15, 1), fxfuse.Work(8, 1)), "declined", "moves 16 bytes in a training step, Inductor 16; saves 0%"),
+}
+
+
+@pytest.mark.parametrize(("backward", "verdict", "sentence"), IN_TRAINING.values(), ids=IN_TRAINING)
+def test_a_cost_in_training(backward: Any, verdict: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain that says nothing of its backward is weighed by its forward."""
+    asked = []
+
+    def cost(conv: Any, relu: Any) -> fxfuse.Cost:
+        return fxfuse.Cost(op=fxfuse.Work(bytes=1, kernels=1), inductor=fxfuse.Work(bytes=8, kernels=1))
+
+    def adds(training: fxfuse.Training, conv: Any, relu: Any) -> fxfuse.BackwardCost:
+        asked.append(training.needed)
+        return backward
+
+    monkeypatch.setattr(choose, "RATES", {})
+    own = conv_relu(op="fxfuse_tests::trained", replace=to_trained, cost=cost, backward_cost=adds if backward else None)
+    with fxfuse.register(own):
+        graph, report = fuse(dynamo_graph(Net(), torch.zeros(2, 4, 8, 8)), select="auto")
+    (record,) = getattr(report, verdict)
+    assert sentence in (record.choice if verdict == "fused" else record.reason)
+    assert asked == ([{"conv.weight", "conv.bias"}] if backward else [])
+    assert [str(node.target) for node in graph.nodes if "fxfuse_tests" in str(node.target)] == (
+        ["fxfuse_tests.trained_training.default"] if verdict == "fused" else []
+    )
 
 
 def test_an_op_that_returns_a_tuple_is_read_by_its_first_entry() -> None:
@@ -290,6 +321,14 @@ BAD: dict[str, tuple[Any, str]] = {
     "requires no function": (chain(requires=True), "its requires=True cannot be called"),
     "takes with another name": (chain(implementations=(implementation(takes=lambda conv, act: ()),)), "its takes at .* is not a function of conv, relu"),
     "replace without emit": (chain(implementations=(implementation(replace=lambda conv, relu: None),)), "its replace at .* is not a function of emit, conv, relu"),
+    "backward_cost without training": (
+        chain(implementations=(implementation(cost=lambda conv, relu: None, backward_cost=lambda conv, relu: None),)),
+        "its backward_cost at .* is not a function of training, conv, relu",
+    ),
+    "backward_cost without cost": (
+        chain(implementations=(implementation(backward_cost=lambda training, conv, relu: None),)),
+        "the backward_cost of 'fxfuse_tests::relu' adds to a cost, and it has none",
+    ),
     "cost with emit": (chain(implementations=(implementation(cost=lambda emit, conv, relu: None),)), "its cost at .* is not a function of conv, relu"),
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ on a GPU leaves no tail op that is faster.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from convolutions import training_step
 from torch import fx
 
 from fxfuse import fused, precision, weigh
 from fxfuse.bench import workloads
 from fxfuse.chain import chains
 from fxfuse.choose import RATES
+from fxfuse.headline import HEADLINES, Headline
 from fxfuse.match import Match, find
 from fxfuse.options import Options
 from fxfuse.view import GraphView
@@ -114,6 +117,50 @@ def test_no_faster_tail_is_left(file: Path, monkeypatch: pytest.MonkeyPatch) -> 
         if times[contender(weighed)] > LEFT * times["fxfuse tail"] + LEFT_MS:
             left.append((key, times))
     assert not left
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "gpu_of", lambda device: GPUS["NVIDIA H200"])
+    monkeypatch.setattr(weigh, "rates_of", lambda device: RATES["NVIDIA H200"])
+
+
+NUMBERS = [(torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "tf32"), (torch.float16, "tf32")]
+EACH = pytest.mark.parametrize("model", HEADLINES, ids=lambda model: model.chain)
+
+
+@EACH
+@pytest.mark.parametrize("of_input", [False, True], ids=["weights", "input too"])
+@pytest.mark.parametrize(("dtype", "multiplied"), NUMBERS, ids=str)
+def test_training_steps_of_the_headline_models(
+    model: Headline, dtype: torch.dtype, multiplied: str, of_input: bool, h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "current", lambda: multiplied)
+    match = training_step(model, model.gpu_shape, dtype, of_input)
+    recompute, save = match.chain.implementations
+    auto = weigh.weigh(match, Options(), None)
+    assert auto.taken in (recompute, save)
+    assert all(re.match(r"predicted \d+ us in a training step, Inductor at least \d+ us", one.verdict) for one in auto.candidates)
+    for backward, taken in (("recompute", recompute), ("save", save)):
+        weighed = weigh.weigh(match, Options(backward=backward), None)
+        assert (weighed.taken, weighed.why) == (taken, f'backward="{backward}"')
+
+
+@EACH
+def test_tiny_training_steps_are_left_for_their_time(model: Headline, h200: None) -> None:
+    _, channels, *rest = model.gpu_shape
+    match = training_step(model, (1, channels, *(4 for _ in rest[1:]), rest[-1]))
+    weighed = weigh.weigh(match, Options(), None)
+    assert weighed.taken is None and "in a training step, Inductor at least" in weighed.why
+
+
+@EACH
+def test_training_steps_on_a_device_that_was_not_measured(model: Headline, h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weigh, "rates_of", lambda device: None)
+    match = training_step(model, model.gpu_shape)
+    weighed = weigh.weigh(match, Options(), None)
+    assert weighed.taken is match.chain.implementations[1]
+    assert re.match(r"not measured on this device: moves [\d,]+ bytes after the convolution in a training step, Inductor", weighed.why)
 
 
 def main(path: str) -> None:

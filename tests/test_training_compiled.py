@@ -72,6 +72,28 @@ def test_gradients_are_eagers() -> None:
     assert [fused.op for fused in fxfuse.reports()[-1].fused] == ["norm_pool_gelu", "gelu_pool"]
 
 
+@pytest.mark.parametrize("kept", ["recompute", "save"])
+def test_what_waits_for_the_backward(kept: str) -> None:
+    """On a CPU the tail op is all there is to take, and it is taken whatever the rule says."""
+    model = Net()
+    twin = copy.deepcopy(model)
+    backward(torch.compile(model, backend="fxfuse", options={"fxfuse.strict": True, "fxfuse.backward": kept}))
+    backward(twin)
+    assert_same(gradients(model), gradients(twin))
+    assert [(fused.op, fused.choice) for fused in fxfuse.reports()[-1].fused] == [
+        ("norm_pool_gelu", f'backward="{kept}"'), ("gelu_pool", f'backward="{kept}"')
+    ]  # fmt: skip
+
+
+def test_auto_leaves_what_is_small_for_its_time() -> None:
+    model = Net()
+    twin = copy.deepcopy(model)
+    backward(torch.compile(model, backend="fxfuse"))
+    backward(twin)
+    assert_same(gradients(model), gradients(twin))
+    assert ["in a training step, Inductor at least" in declined.reason for declined in fxfuse.reports()[-1].declined] == [True, True]
+
+
 def test_eval_mode_without_no_grad() -> None:
     both(Net().eval(), backward)
 
