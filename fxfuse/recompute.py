@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from . import precision
 from .fused import convolution
-from .training import Arguments, Backward, Gradients
+from .training import Arguments, Backward
 from .vocabulary import expand
 
 aten = torch.ops.aten
 
 
-def through_convolution(tail: Gradients, tail_arguments: Callable[[Arguments], Arguments]) -> Backward:
+def through_convolution(tail: Callable[..., Mapping[str, torch.Tensor]], tail_arguments: Callable[[Arguments], Arguments]) -> Backward:
     """The gradients of an op that is a convolution and then a tail op.
 
-    tail: the tail op's, with the convolution's output as its `input`. tail_arguments: its arguments that the whole op does not have.
+    tail: the tail op's, with the convolution's output as its `input`, whose place it may take: tail(grad, arguments, names, may_overwrite).
+    tail_arguments: its arguments that the whole op does not have.
     """
 
     def gradients(grad: torch.Tensor, arguments: Arguments, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -27,7 +28,7 @@ def through_convolution(tail: Gradients, tail_arguments: Callable[[Arguments], A
         of_tail = [name for name in names if name not in ("input", "weight")]
         with precision.switched(arguments["precision"]):
             y = convolution(input, weight, *geometry)
-            found = dict(tail(grad, {**arguments, **tail_arguments(arguments), "input": y}, of_tail))
+            found = dict(tail(grad, {**arguments, **tail_arguments(arguments), "input": y}, of_tail, may_overwrite=True))
             of_y = found.pop("input").to(y.dtype)
             found.update(_of_convolution(of_y, input, weight, geometry, names))
         return found
@@ -37,6 +38,13 @@ def through_convolution(tail: Gradients, tail_arguments: Callable[[Arguments], A
         return math.prod(convolution(input, weight, *_geometry(arguments)).shape)
 
     return Backward(gradients, inner, lambda name, arguments: name == "input" and arguments["input"].dim() == arguments["weight"].dim())
+
+
+def dense(input: torch.Tensor, contiguous: bool = False) -> tuple[torch.Tensor, bool]:
+    """`input` [N, C, *spatial] as it is if it is contiguous or, unless `contiguous`, channels_last; else a contiguous copy, and True."""
+    if input.is_contiguous() or (not contiguous and input.movedim(1, -1).is_contiguous()):
+        return input, False
+    return input.contiguous(), True
 
 
 def over_channels(bias: torch.Tensor, dims: int) -> torch.Tensor:

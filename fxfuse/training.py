@@ -29,7 +29,7 @@ class Backward:
     """How an op's gradients come about.
 
     gradients: for a piece of the batch. inner: elements inside the op of a whole call. is_sample: whether an argument has the batch in front.
-    splits: whether samples do not meet inside the op, so that the batch may come in pieces.
+    splits: whether the batch comes in pieces. Not where samples meet inside the op, or where its gradients keep nothing of its size.
     """
 
     gradients: Gradients
