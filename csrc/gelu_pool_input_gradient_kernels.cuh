@@ -59,7 +59,7 @@ __device__ __forceinline__ float gradient_of_elements(const PoolGradient& pool, 
 // Contiguous: a block takes a chunk of a row (n, c), or a warp a whole row. Rows may start anywhere: elements up to the first 16-byte boundary
 // and behind the last are taken one by one.
 template <typename T, bool kTanh, bool kGlobal, int kVec>
-__global__ void __launch_bounds__(kGradientThreads) gradient_rows_kernel(const __grid_constant__ PoolGradient pool, const GradientPlan plan) {
+__global__ void __launch_bounds__(kGradientThreads, 4) gradient_rows_kernel(const __grid_constant__ PoolGradient pool, const GradientPlan plan) {
   constexpr int kInFlight = kGlobal ? 4 : 2;
   extern __shared__ __align__(16) float scratch[];
   const bool is_warps = plan.lanes == kWarpSize;
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kGradientThreads) gradient_rows_kernel(const _
 
 // channels_last: a block takes a chunk of a sample's pixels and a tile of columns of kVec channels; a thread keeps its column.
 template <typename T, bool kTanh, bool kGlobal, int kVec>
-__global__ void __launch_bounds__(kGradientThreads) gradient_columns_kernel(const __grid_constant__ PoolGradient pool, const GradientPlan plan) {
+__global__ void __launch_bounds__(kGradientThreads, 4) gradient_columns_kernel(const __grid_constant__ PoolGradient pool, const GradientPlan plan) {
   constexpr int kInFlight = 2;
   extern __shared__ __align__(16) float scratch[];
   const int tile = blockIdx.x % plan.tiles, chunk = blockIdx.x / plan.tiles % plan.chunks;

@@ -186,7 +186,7 @@ __device__ __forceinline__ void store_norm_parts(const LaneOfRow<kVec, kVecs, kE
 // kExact: windows take pairs along w, and every lane holds kVecs vectors of a row. kResident: a window has at most kRows rows.
 // kAddend: the addend varies within a channel.
 template <typename T, int kVec, int kVecs, int kRows, bool kExact, bool kResident, bool kAddend>
-__global__ void __launch_bounds__(kRowsThreads)
+__global__ void __launch_bounds__(kRowsThreads, 1)
     gradient_rows_kernel(const __grid_constant__ GradientProblem gradient, const __grid_constant__ GradientRowsGrid grid) {
   extern __shared__ __align__(16) float shared[];
   const Problem& p = gradient.forward;

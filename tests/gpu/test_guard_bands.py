@@ -20,6 +20,7 @@ CHOSEN = {
     "conv_gelu_pool": "random_convolutions or test_shapes",
     "conv_norm_pool_gelu": "random_shapes or test_values",
     "gelu_pool": "test_global or test_adaptive",
+    "gradients": "test_norm_width or test_norm_windows or test_norm_addend or test_gelu",
     "norm_pool_gelu": "test_width or test_pool or test_norm_ndim or test_addend",
 }
 
