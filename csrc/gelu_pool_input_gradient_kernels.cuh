@@ -28,10 +28,11 @@ __device__ __forceinline__ void shares_of_elements(const PoolGradient& pool, con
   }
 }
 
-// kInFlight accesses of kVec elements of a row, `step` elements apart, from `pixel` on as far as they lie below `end`. Returns their sum.
+// kInFlight accesses of kVec elements of a row, `step` elements apart, from `pixel` on as far as they lie below `end`. Returns the sum of their
+// gradients. share: a global pool's only one.
 template <typename T, bool kTanh, bool kGlobal, int kVec, int kInFlight>
-__device__ __forceinline__ float gradient_of_elements(const PoolGradient& pool, const float* shares, int64_t row_offset, int pixel, int step, int end,
-                                                      float bias) {
+__device__ __forceinline__ float gradient_of_elements(const PoolGradient& pool, const float* shares, float share, int64_t row_offset, int pixel,
+                                                      int step, int end, float bias) {
   Vec<T, kVec> raw[kInFlight];
 #pragma unroll
   for (int u = 0; u < kInFlight; ++u) {
@@ -41,9 +42,8 @@ __device__ __forceinline__ float gradient_of_elements(const PoolGradient& pool, 
 #pragma unroll
   for (int u = 0; u < kInFlight; ++u) {
     if (pixel + u * step >= end) break;
-    float g[kVec] = {};
-    if constexpr (kGlobal) g[0] = shares[0];
-    else shares_of_elements(pool, shares, pixel + u * step, g);
+    float g[kVec] = {share};
+    if constexpr (!kGlobal) shares_of_elements(pool, shares, pixel + u * step, g);
     Vec<T, kVec> out;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
@@ -73,16 +73,17 @@ __global__ void __launch_bounds__(kGradientThreads, 4) gradient_rows_kernel(cons
     const int begin = static_cast<int>(part % plan.chunks) * plan.chunk_len, end = min(begin + plan.chunk_len, pool.pixels);
     const float bias = pool.bias_at<T>(static_cast<int>(row % pool.channels));
     const float* shares = pool.shares + row * pool.outputs;
+    const float share = kGlobal ? shares[0] : 0.f;
     const auto address = reinterpret_cast<uintptr_t>(static_cast<const T*>(pool.input) + row_offset + begin);
     const int to_boundary = static_cast<int>((kVec - address / sizeof(T) % kVec) % kVec), wide_begin = min(begin + to_boundary, end);
     const int wide_end = wide_begin + (end - wide_begin) / kVec * kVec, step = plan.lanes * kVec;
     if (begin + lane < wide_begin) {
-      total += gradient_of_elements<T, kTanh, kGlobal, 1, 1>(pool, shares, row_offset, begin + lane, 0, wide_begin, bias);
+      total += gradient_of_elements<T, kTanh, kGlobal, 1, 1>(pool, shares, share, row_offset, begin + lane, 0, wide_begin, bias);
     }
     for (int pixel = wide_begin + lane * kVec; pixel < wide_end; pixel += step * kInFlight) {
-      total += gradient_of_elements<T, kTanh, kGlobal, kVec, kInFlight>(pool, shares, row_offset, pixel, step, wide_end, bias);
+      total += gradient_of_elements<T, kTanh, kGlobal, kVec, kInFlight>(pool, shares, share, row_offset, pixel, step, wide_end, bias);
     }
-    if (wide_end + lane < end) total += gradient_of_elements<T, kTanh, kGlobal, 1, 1>(pool, shares, row_offset, wide_end + lane, 0, end, bias);
+    if (wide_end + lane < end) total += gradient_of_elements<T, kTanh, kGlobal, 1, 1>(pool, shares, share, row_offset, wide_end + lane, 0, end, bias);
   }
   if (!pool.parts) return;
   total = is_warps ? warp_sum(total) : block_sum(total, scratch);

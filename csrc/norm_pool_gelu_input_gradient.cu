@@ -9,7 +9,8 @@
 //   norm_pool_gelu_input_gradient_problem.cuh        what is computed
 //   norm_pool_gelu_input_gradient_rows.cuh           contiguous, rows in registers
 //   norm_pool_gelu_input_gradient_channels_last.cuh  channels_last_3d, rows in shared memory
-//   this file                                        launch, op, registration
+//   norm_pool_gelu_input_gradient_launch.cuh         a plan to its kernel; a .cu an input dtype
+//   this file                                        workspaces, op, registration
 
 #include <string>
 #include <vector>
@@ -18,60 +19,12 @@
 #include "common/cuda.cuh"
 #include "common/params.cuh"
 #include "common/partial_sums.cuh"
-#include "norm_pool_gelu_input_gradient_plan.cuh"
+#include "norm_pool_gelu_input_gradient_launch.cuh"
 
 namespace fxfuse::norm_pool_gelu {
 namespace {
 
 // ---- launch ------------------------------------------------------------------------------------------------------
-
-template <typename T, int kVec, int kVecs, int kRows>
-void launch_gradient_rows(const Tensor& input, const GradientProblem& gradient, const GradientRowsPlan& plan) {
-  const Problem& p = gradient.forward;
-  GradientRowsGrid grid{static_cast<uint32_t>(plan.lanes), 0, static_cast<uint32_t>(p.num_n * p.num_channels * p.output_rows()), plan.steps,
-                        FastDiv(p.h.output), FastDiv(p.d.output), FastDiv(p.num_channels)};
-  while ((1 << grid.log2_lanes) < plan.lanes) ++grid.log2_lanes;
-  const size_t shared_bytes = sizeof(float) * p.w.input * (2 + 2 * (kRowsThreads / plan.lanes));
-  const LaunchConfig config{plan.blocks, kRowsThreads, shared_bytes};
-  if constexpr (kVec > 1 && kRows > 1) {
-    if (plan.exact) return launch(input, config, gradient_rows_kernel<T, kVec, kVecs, kRows, true, true, false>, gradient, grid);
-  }
-  if constexpr (kVec == 1) {
-    if (!p.addend_is_per_channel) return launch(input, config, gradient_rows_kernel<T, kVec, kVecs, kRows, false, false, true>, gradient, grid);
-  }
-  if (plan.resident) return launch(input, config, gradient_rows_kernel<T, kVec, kVecs, kRows, false, true, false>, gradient, grid);
-  launch(input, config, gradient_rows_kernel<T, kVec, kVecs, kRows, false, false, false>, gradient, grid);
-}
-
-template <typename T, int kVec>
-void launch_gradient_rows(const Tensor& input, const GradientProblem& gradient, const GradientRowsPlan& plan) {
-  if (plan.values == 8) return launch_gradient_rows<T, kVec, 8 / kVec, 4>(input, gradient, plan);
-  if (plan.values == 16) return launch_gradient_rows<T, kVec, 16 / kVec, 2>(input, gradient, plan);
-  launch_gradient_rows<T, kVec, 32 / kVec, 1>(input, gradient, plan);
-}
-
-template <typename T, int kVec, int kColumns>
-void launch_gradient_channels(const Tensor& input, const GradientProblem& gradient, const GradientChannelsPlan& plan) {
-  const Problem& p = gradient.forward;
-  const int64_t tiles = blocks_of(p.num_channels, kVec * kColumns);
-  const GradientChannelsGrid grid{plan.windows, plan.steps, static_cast<int>(p.output_rows()), plan.shared, FastDiv(tiles), FastDiv(plan.chunks),
-                                  FastDiv(p.h.output), FastDiv(p.window_rows()), FastDiv(p.w.output), FastDiv(p.h.kernel)};
-  const auto kernel = plan.pairs ? gradient_channels_last_kernel<T, kVec, kColumns, true> : gradient_channels_last_kernel<T, kVec, kColumns, false>;
-  launch(input, {plan.blocks, kGradientThreads, static_cast<size_t>(plan.shared.total)}, kernel, gradient, grid);
-}
-
-template <typename T>
-void launch_gradient(const Tensor& input, const GradientProblem& gradient, const GradientRowsPlan& plan) {
-  if (plan.vec_len == 1) launch_gradient_rows<T, 1>(input, gradient, plan);
-  else launch_gradient_rows<T, kVecLen<T>>(input, gradient, plan);
-}
-
-template <typename T>
-void launch_gradient(const Tensor& input, const GradientProblem& gradient, const GradientChannelsPlan& plan) {
-  if (plan.vec_len == 1) launch_gradient_channels<T, 1, 8>(input, gradient, plan);
-  else if (plan.columns == 4) launch_gradient_channels<T, kVecLen<T>, 4>(input, gradient, plan);
-  else launch_gradient_channels<T, kVecLen<T>, 2>(input, gradient, plan);
-}
 
 void zero_uncovered_rows(const Tensor& input, const GradientProblem& gradient) {
   const Problem& p = gradient.forward;
