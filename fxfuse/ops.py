@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from . import torch_private
+
 NAMESPACE = "fxfuse"
 # Inductor gives an untagged custom op exact strides: it copies a channels_last convolution output to contiguous in front of it.
 TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
@@ -33,6 +35,11 @@ def define(schema: str, fake: Callable[..., Any], kernel: Callable[..., Any] | N
         if kernel is not None:
             _library.impl(name, kernel, "CompositeExplicitAutograd")
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def has_kernel(op: Any, device: str) -> bool:
+    """Whether a library with a kernel of `op` for a device type, "cpu" or "cuda", is loaded."""
+    return torch_private.has_kernel(op.name(), device)
 
 
 def differentiate(op: Any, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None) -> None:

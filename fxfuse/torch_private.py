@@ -279,6 +279,11 @@ def is_state(node: fx.Node) -> bool:
     return node.op == "get_attr" or (node.op == "placeholder" and (marked or isinstance(value, nn.Parameter)))
 
 
+def has_kernel(name: str, device: str) -> bool:
+    """Whether an op "namespace::name" has a kernel of its own for a device type; nothing public tells it from one that runs on every device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, {"cpu": "CPU", "cuda": "CUDA"}[device])
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether `tensor` stands for a plain tensor or parameter, not for another subclass (DTensor) or a functorch wrapper."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -1,24 +1,20 @@
-"""The ops of the chain conv_gelu_pool: schemas, fakes and gradients.
-
-Gradients are the chain's in torch's own ops, in fp32 behind the convolution whatever its dtype.
-"""
+"""The ops of the chain conv_gelu_pool: schemas, fakes, and their twins for training."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from fxfuse import fused, torch_private
 from fxfuse.ops import define
-from fxfuse.recompute import over_channels, sum_but_channels, through_convolution
+from fxfuse.recompute import through_convolution
 from fxfuse.training import Backward, define_training
 
+from .conv_gelu_pool_gradients import conv_gelu_pool_parameter_gradients, gelu_pool_gradients, kernel_takes
+
 POOLS = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
-aten = torch.ops.aten
 
 
 def gelu_pool_fake(
@@ -83,51 +79,13 @@ conv_gelu_pool = define(
 )
 
 
-conv_gelu_pool_weight_gradient = define(
-    "conv_gelu_pool_weight_gradient(Tensor grad, Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
-    "SymInt[] dilation, str approximate, str precision, Tensor(a!) of_weight, Tensor(b!)? of_bias) -> bool",
-    lambda *arguments: True,
-)
-
-
-def gelu_pool_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Gradients of gelu_pool with respect to its input, in fp32, and its bias."""
-    input, bias, output_size = (arguments[name] for name in ("input", "bias", "output_size"))
-    dims = len(output_size)
-    y = input.float() if bias is None else input.float() + over_channels(bias, dims)
-    of_gelu = _adaptive_gradient(grad.float().reshape(*input.shape[:-dims], *grad.shape[input.dim() - dims :] or (1,) * dims), y, dims)
-    of_y = aten.gelu_backward(of_gelu, y, approximate=arguments["approximate"])
-    return {"input": of_y, "bias": sum_but_channels(of_y, dims)} if "bias" in names else {"input": of_y}
-
-
-def conv_gelu_pool_parameter_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor] | None:
-    """Gradients of conv_gelu_pool with respect to weight and bias, where those are all and the library has a kernel for the convolution."""
-    if not grad.is_cuda or "input" in names:
-        return None
-    found = {name: torch.empty_like(arguments[name]) for name in ("weight", *names)}
-    given = [arguments[name] for name in ("input", "weight", "bias", "stride", "padding", "dilation", "approximate", "precision")]
-    done = conv_gelu_pool_weight_gradient(grad.contiguous(), *given, found["weight"], found.get("bias"))
-    return found if done else None
-
-
-def _adaptive_gradient(grad: torch.Tensor, y: torch.Tensor, dims: int) -> torch.Tensor:
-    """Of adaptive_avg_pool, whose result has the shape of `grad`, with respect to its input `y`."""
-    spatial = y.shape[-dims:]
-    if all(size == 1 for size in grad.shape[-dims:]):
-        return (grad / math.prod(spatial)).expand(y.shape)
-    if dims == 3:
-        return aten._adaptive_avg_pool3d_backward(grad, y)
-    if dims == 2:
-        return aten._adaptive_avg_pool2d_backward(grad, y)
-    return aten._adaptive_avg_pool2d_backward(grad.unsqueeze(-2), y.unsqueeze(-2)).squeeze(-2)
-
-
 gelu_pool_training = define_training(
     gelu_pool,
     Backward(
         gelu_pool_gradients,
         inner=lambda arguments: arguments["input"].numel(),
         is_sample=lambda name, arguments: name == "input" and arguments["input"].dim() == len(arguments["output_size"]) + 2,
+        splits=lambda arguments: not kernel_takes(arguments),
     ),
 )
 conv_gelu_pool_training = define_training(

@@ -113,6 +113,52 @@ def conv_norm_pool_gelu() -> None:
         )
 
 
+def compare_gradients(name: str, arguments: tuple[Any, ...], chain: Callable[..., torch.Tensor]) -> None:
+    """The gradients of every tensor among an op's arguments, on copies on the GPU, and those of `chain` on their values in fp32 on the CPU."""
+
+    def gradients(op: Callable[..., torch.Tensor], move: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        given = [move(a.detach()).requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments]
+        with torch.enable_grad():
+            out = op(*given)
+        grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
+        return list(torch.autograd.grad(out, [a for a in given if isinstance(a, torch.Tensor)], grad))
+
+    op = getattr(torch.ops.fxfuse, f"{name}_training")
+    ours, expected = gradients(op, lambda a: a.cuda()), gradients(chain, lambda a: a.float())
+    scale = max(want.norm() for want in expected)
+    for out, want in zip(ours, expected):
+        assert (out.cpu().float() - want).norm() < 3e-2 * max(want.norm(), 0.1 * scale), f"{op}: {[tuple(e.shape) for e in expected]}"
+
+
+def gelu_pool_gradients() -> None:
+    shapes = [((2, 3, 40), 1), ((2, 5, 9, 11), 1), ((1, 2, 80, 70), 1), ((1, 40, 3, 7, 9), 1), ((2, 33, 14, 15), 7), ((1, 64, 30, 31), 2)]
+    for (shape, size), dtype, channels_last in itertools.product(shapes, DTYPES, (False, True)):
+        y, bias = randn(*shape, dtype=dtype, channels_last=channels_last), randn(shape[1], dtype=dtype)
+        sizes = [size] * (len(shape) - 2)
+        pool = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(sizes) - 1]
+        compare_gradients(
+            "gelu_pool",
+            (y, bias, sizes, True, "none", None),
+            lambda y, bias, *rest: pool(F.gelu(y + bias.view(-1, *[1] * len(sizes))), sizes),
+        )
+
+
+def norm_pool_gelu_gradients() -> None:
+    for width, pool, dtype, channels_last, full in itertools.product((8, 31, 64, 256, 520, 1000), (1, 2, 3), DTYPES, (False, True), (False, True)):
+        shape = (1, 18, 3, 4, width)
+        y, bias = randn(*shape, dtype=dtype, channels_last=channels_last), randn(shape[1], dtype=dtype)
+        addend = randn(*shape, dtype=dtype) if full else randn(1, shape[1], 1, 1, 1, dtype=dtype)
+        weight, norm_bias = randn(2, width, dtype=dtype)
+        window = [[pool] * 3, [pool] * 3, [0] * 3]
+        compare_gradients(
+            "norm_pool_gelu",
+            (y, bias, addend, weight, norm_bias, 1.0, 0.0, 1, 1e-5, *window, False, True, None, "none", None),
+            lambda y, bias, addend, weight, norm_bias, *rest: F.gelu(
+                F.avg_pool3d(F.layer_norm(y + bias.view(-1, 1, 1, 1) + addend, weight.shape, weight, norm_bias), *window)
+            ),
+        )
+
+
 def weight_gradient(chain: Callable[..., torch.Tensor], grad: torch.Tensor) -> Callable[..., torch.Tensor]:
     """Of a chain whose second argument is the weight."""
 
@@ -124,7 +170,7 @@ def weight_gradient(chain: Callable[..., torch.Tensor], grad: torch.Tensor) -> C
     return gradient
 
 
-def conv_gelu_pool_gradient() -> None:
+def conv_gelu_pool_gradients() -> None:
     # batch, C_in, C_out, size, kernel, padding, dilation
     shapes = [
         (2, 8, 64, (12, 140), (3, 3), 0, 1), (1, 3, 70, (17, 19), (3, 3), 1, 1), (2, 24, 64, (9, 10), (3, 3), 1, 1), (2, 16, 64, (7, 9), (1, 1), 0, 1),
@@ -148,7 +194,7 @@ def conv_gelu_pool_gradient() -> None:
         compare(op, (x, weight, randn(c_out, dtype=dtype)), weight_gradient(chain, grad))
 
 
-def conv_norm_pool_gelu_gradient() -> None:
+def conv_norm_pool_gelu_gradients() -> None:
     shapes = [((9, 32, 2, 32, 32), 64), ((23, 7, 3, 11, 32), 40)]  # of the input, and C_out
     for (size, c_out), dtype, channels_last in itertools.product(shapes, DTYPES, (False, True)):
         x, weight = (randn(*s, dtype=dtype, channels_last=channels_last) for s in (size, (size[1], c_out, 3, 3, 3)))
@@ -169,8 +215,11 @@ def conv_norm_pool_gelu_gradient() -> None:
 
 OPS = {
     run.__name__: run
-    for run in (gelu_pool, norm_pool_gelu, conv_gelu_pool, conv_norm_pool_gelu, conv_gelu_pool_gradient, conv_norm_pool_gelu_gradient)
-}
+    for run in (
+        gelu_pool, norm_pool_gelu, conv_gelu_pool, conv_norm_pool_gelu,
+        gelu_pool_gradients, norm_pool_gelu_gradients, conv_gelu_pool_gradients, conv_norm_pool_gelu_gradients,
+    )
+}  # fmt: skip
 PORTABLE = ("conv_gelu_pool", "conv_norm_pool_gelu")  # those with a portable path beside Hopper's
 
 

@@ -22,6 +22,7 @@ CHOSEN = {
     "conv_norm_pool_gelu": "random_shapes or test_values",
     "conv_norm_pool_gelu_gradient": "random_shapes",
     "gelu_pool": "test_global or test_adaptive",
+    "gradients": "test_norm_width or test_norm_windows or test_norm_addend or test_gelu",
     "norm_pool_gelu": "test_width or test_pool or test_norm_ndim or test_addend",
 }
 

@@ -1,0 +1,68 @@
+// gelu_pool_input_gradient: which kernel runs, on which tiles. Pure functions of shape, dtype, addresses and device; the plan prints itself.
+#pragma once
+
+#include <algorithm>
+#include <sstream>
+#include <string>
+
+#include "gelu_pool_input_gradient_problem.cuh"
+
+namespace fxfuse::gelu_pool {
+
+struct GradientPlan {
+  int vec_len;       // elements an access: of a row; channels_last: of neighbouring channels
+  int lanes;         // threads of a row: a warp or a block. channels_last: pixels that a block takes at a time
+  int chunks;        // blocks of a row; channels_last: of a sample's pixels
+  int chunk_len;     // pixels
+  int columns = 1;   // channels_last: accesses across a tile of channels
+  int tiles = 1;     // channels_last
+  int64_t blocks;
+
+  std::string describe() const {
+    std::ostringstream text;
+    text << "vec_len=" << vec_len << ", lanes=" << lanes << ", chunks=" << chunks << ", chunk_len=" << chunk_len << ", columns=" << columns
+         << ", tiles=" << tiles << ", blocks=" << blocks;
+    return text.str();
+  }
+};
+
+// Chunks of `pixels` for `items` blocks: many beside the blocks that run at once, none so short that its start outweighs its loads.
+inline void cut_into_chunks(GradientPlan& plan, int64_t items, int64_t pixels, int64_t shortest, int num_sms) {
+  const int64_t wanted = (16 * int64_t{num_sms} + items - 1) / items, most = std::max<int64_t>(1, pixels / shortest);
+  const int64_t chunks = std::clamp<int64_t>(wanted, 1, most);
+  plan.chunk_len = static_cast<int>((pixels + chunks - 1) / chunks);
+  plan.chunk_len = (plan.chunk_len + plan.vec_len - 1) / plan.vec_len * plan.vec_len;
+  plan.chunks = static_cast<int>((pixels + plan.chunk_len - 1) / plan.chunk_len);
+}
+
+inline GradientPlan plan_gradient(const PoolGradient& pool, int element_size, int num_sms) {
+  constexpr int kMostPixelsOfWarp = 2048, kShortest = 4096;
+  const int wide = kVecBytes / element_size;
+  const auto from = reinterpret_cast<uintptr_t>(pool.input), to = reinterpret_cast<uintptr_t>(pool.of_input);
+  GradientPlan plan{};
+  if (!pool.channels_last) {
+    const int64_t rows = pool.batch * pool.channels;
+    plan.vec_len = (from - to) % kVecBytes == 0 ? wide : 1;
+    plan.lanes = pool.pixels <= kMostPixelsOfWarp ? kWarpSize : kGradientThreads;
+    plan.chunks = 1, plan.chunk_len = pool.pixels;
+    if (plan.lanes == kGradientThreads) cut_into_chunks(plan, rows, pool.pixels, kShortest, num_sms);
+    const int rows_per_block = kGradientThreads / plan.lanes;
+    plan.blocks = (rows * plan.chunks + rows_per_block - 1) / rows_per_block;
+    return plan;
+  }
+  plan.vec_len = pool.channels % wide == 0 && from % kVecBytes == 0 && to % kVecBytes == 0 ? wide : 1;
+  const int columns = pool.channels / plan.vec_len;
+  plan.tiles = (columns + kGradientThreads - 1) / kGradientThreads;
+  plan.columns = (columns + plan.tiles - 1) / plan.tiles;
+  plan.lanes = kGradientThreads / plan.columns;
+  const int64_t items = pool.batch * plan.tiles;
+  const int64_t shortest = std::max<int64_t>(1, kShortest / (plan.columns * plan.vec_len));
+  const int vec_len = plan.vec_len;
+  plan.vec_len = 1;  // chunks are pixels here
+  cut_into_chunks(plan, items, pool.pixels, shortest, num_sms);
+  plan.vec_len = vec_len;
+  plan.blocks = items * plan.chunks;
+  return plan;
+}
+
+}  // namespace fxfuse::gelu_pool
