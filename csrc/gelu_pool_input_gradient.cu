@@ -24,8 +24,8 @@ namespace {
 template <typename T, bool kTanh, bool kGlobal, int kVec>
 void launch_gradient(const Tensor& input, const PoolGradient& pool, const GradientPlan& plan) {
   const auto kernel = pool.channels_last ? gradient_columns_kernel<T, kTanh, kGlobal, kVec> : gradient_rows_kernel<T, kTanh, kGlobal, kVec>;
-  const size_t scratch = sizeof(float) * (pool.channels_last ? kGradientThreads * kVec : kWarpSize);
-  launch(input, {plan.blocks, kGradientThreads, scratch}, kernel, pool, plan);
+  const size_t scratch = sizeof(float) * (pool.channels_last ? kThreads * kVec : kWarpSize);
+  launch(input, {plan.blocks, kThreads, scratch}, kernel, pool, plan);
 }
 
 template <typename T, bool kTanh>
@@ -49,7 +49,7 @@ void run(const Tensor& input, PoolGradient& pool, bool is_tanh, const std::optio
   pool.parts = of_channels ? static_cast<float*>(parts.data_ptr()) : nullptr;
   try {
     dispatch_dtype(input.scalar_type(), [&]<typename T>() {
-      launch(input, {(num_shares + kGradientThreads - 1) / kGradientThreads, kGradientThreads}, share_kernel<T>, pool);
+      launch(input, {ceil_div(num_shares, kThreads), kThreads}, share_kernel<T>, pool);
       if (is_tanh) launch_gradient<T, true>(input, pool, plan);
       else launch_gradient<T, false>(input, pool, plan);
     });

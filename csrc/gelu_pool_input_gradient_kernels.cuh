@@ -59,12 +59,12 @@ __device__ __forceinline__ float gradient_of_elements(const PoolGradient& pool, 
 // Contiguous: a block takes a chunk of a row (n, c), or a warp a whole row. Rows may start anywhere: elements up to the first 16-byte boundary
 // and behind the last are taken one by one.
 template <typename T, bool kTanh, bool kGlobal, int kVec>
-__global__ void __launch_bounds__(kGradientThreads, 4) gradient_rows_kernel(const __grid_constant__ PoolGradient pool, const GradientPlan plan) {
+__global__ void __launch_bounds__(kThreads, 4) gradient_rows_kernel(const __grid_constant__ PoolGradient pool, const GradientPlan plan) {
   constexpr int kInFlight = kGlobal ? 4 : 2;
   extern __shared__ __align__(16) float scratch[];
   const bool is_warps = plan.lanes == kWarpSize;
   const int lane = threadIdx.x % plan.lanes;
-  const int64_t part = static_cast<int64_t>(blockIdx.x) * (kGradientThreads / plan.lanes) + threadIdx.x / plan.lanes;
+  const int64_t part = static_cast<int64_t>(blockIdx.x) * (kThreads / plan.lanes) + threadIdx.x / plan.lanes;
   const int64_t row = part / plan.chunks, num_rows = pool.batch * pool.channels;
   const bool is_row = row < num_rows;
   float total = 0.f;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kGradientThreads, 4) gradient_rows_kernel(cons
 
 // channels_last: a block takes a chunk of a sample's pixels and a tile of columns of kVec channels; a thread keeps its column.
 template <typename T, bool kTanh, bool kGlobal, int kVec>
-__global__ void __launch_bounds__(kGradientThreads, 4) gradient_columns_kernel(const __grid_constant__ PoolGradient pool, const GradientPlan plan) {
+__global__ void __launch_bounds__(kThreads, 4) gradient_columns_kernel(const __grid_constant__ PoolGradient pool, const GradientPlan plan) {
   constexpr int kInFlight = 2;
   extern __shared__ __align__(16) float scratch[];
   const int tile = blockIdx.x % plan.tiles, chunk = blockIdx.x / plan.tiles % plan.chunks;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kGradientThreads, 4) gradient_columns_kernel(c
     for (int j = 0; j < kVec; ++j) scratch[threadIdx.x * kVec + j] = total[j];
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < row_size && tile * row_size + i < pool.channels; i += kGradientThreads) {
+  for (int i = threadIdx.x; i < row_size && tile * row_size + i < pool.channels; i += kThreads) {
     float sum = 0.f;
     for (int other = 0; other < plan.lanes; ++other) sum += scratch[other * row_size + i];
     pool.parts[(n * plan.chunks + chunk) * pool.channels + tile * row_size + i] = sum;

@@ -26,13 +26,13 @@ struct GradientPlan {
   }
 };
 
-// Chunks of `pixels` for `items` blocks: many beside the blocks that run at once, none so short that its start outweighs its loads.
-inline void cut_into_chunks(GradientPlan& plan, int64_t items, int64_t pixels, int64_t shortest, int num_sms) {
-  const int64_t wanted = (16 * int64_t{num_sms} + items - 1) / items, most = std::max<int64_t>(1, pixels / shortest);
+// Chunks of `pixels` for `items` blocks, of a multiple of `step` pixels: many beside the blocks that run at once, none so short that its start
+// outweighs its loads.
+inline void cut_into_chunks(GradientPlan& plan, int64_t items, int64_t pixels, int64_t step, int64_t shortest, int num_sms) {
+  const int64_t wanted = ceil_div(16 * int64_t{num_sms}, items), most = std::max<int64_t>(1, pixels / shortest);
   const int64_t chunks = std::clamp<int64_t>(wanted, 1, most);
-  plan.chunk_len = static_cast<int>((pixels + chunks - 1) / chunks);
-  plan.chunk_len = (plan.chunk_len + plan.vec_len - 1) / plan.vec_len * plan.vec_len;
-  plan.chunks = static_cast<int>((pixels + plan.chunk_len - 1) / plan.chunk_len);
+  plan.chunk_len = static_cast<int>(ceil_div(ceil_div(pixels, chunks), step) * step);
+  plan.chunks = static_cast<int>(ceil_div(pixels, plan.chunk_len));
 }
 
 inline GradientPlan plan_gradient(const PoolGradient& pool, int element_size, int num_sms) {
@@ -43,24 +43,21 @@ inline GradientPlan plan_gradient(const PoolGradient& pool, int element_size, in
   if (!pool.channels_last) {
     const int64_t rows = pool.batch * pool.channels;
     plan.vec_len = (from - to) % kVecBytes == 0 ? wide : 1;
-    plan.lanes = pool.pixels <= kMostPixelsOfWarp ? kWarpSize : kGradientThreads;
+    plan.lanes = pool.pixels <= kMostPixelsOfWarp ? kWarpSize : kThreads;
     plan.chunks = 1, plan.chunk_len = pool.pixels;
-    if (plan.lanes == kGradientThreads) cut_into_chunks(plan, rows, pool.pixels, kShortest, num_sms);
-    const int rows_per_block = kGradientThreads / plan.lanes;
-    plan.blocks = (rows * plan.chunks + rows_per_block - 1) / rows_per_block;
+    if (plan.lanes == kThreads) cut_into_chunks(plan, rows, pool.pixels, plan.vec_len, kShortest, num_sms);
+    const int rows_per_block = kThreads / plan.lanes;
+    plan.blocks = ceil_div(rows * plan.chunks, rows_per_block);
     return plan;
   }
   plan.vec_len = pool.channels % wide == 0 && from % kVecBytes == 0 && to % kVecBytes == 0 ? wide : 1;
   const int columns = pool.channels / plan.vec_len;
-  plan.tiles = (columns + kGradientThreads - 1) / kGradientThreads;
-  plan.columns = (columns + plan.tiles - 1) / plan.tiles;
-  plan.lanes = kGradientThreads / plan.columns;
+  plan.tiles = static_cast<int>(ceil_div(columns, kThreads));
+  plan.columns = static_cast<int>(ceil_div(columns, plan.tiles));
+  plan.lanes = kThreads / plan.columns;
   const int64_t items = pool.batch * plan.tiles;
   const int64_t shortest = std::max<int64_t>(1, kShortest / (plan.columns * plan.vec_len));
-  const int vec_len = plan.vec_len;
-  plan.vec_len = 1;  // chunks are pixels here
-  cut_into_chunks(plan, items, pool.pixels, shortest, num_sms);
-  plan.vec_len = vec_len;
+  cut_into_chunks(plan, items, pool.pixels, 1, shortest, num_sms);
   plan.blocks = items * plan.chunks;
   return plan;
 }

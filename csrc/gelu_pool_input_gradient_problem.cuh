@@ -6,10 +6,9 @@
 
 #include "common/cuda.cuh"
 #include "common/gelu_gradient.cuh"
+#include "gelu_pool_plan.cuh"
 
 namespace fxfuse::gelu_pool {
-
-constexpr int kGradientThreads = 256;
 
 // A pooled axis. Products of a position and a size stay below 2^31 (checked on the host).
 struct PooledAxis {
@@ -84,8 +83,8 @@ struct PoolGradient {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kGradientThreads) share_kernel(const __grid_constant__ PoolGradient pool) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kGradientThreads + threadIdx.x;
+__global__ void __launch_bounds__(kThreads) share_kernel(const __grid_constant__ PoolGradient pool) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= pool.batch * pool.channels * pool.outputs) return;
   const int output = static_cast<int>(index % pool.outputs);
   const int64_t row = index / pool.outputs, n = row / pool.channels, c = row % pool.channels;

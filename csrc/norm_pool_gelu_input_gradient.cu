@@ -46,7 +46,8 @@ void run(const Tensor& input, GradientProblem gradient, const Plan& plan, int64_
     return torch::stable::empty(std::vector<int64_t>{is_asked ? size : 0}, ScalarType::Float, std::nullopt, input.device());
   };
   const int64_t channels = p.num_n * p.num_channels, width = p.w.input;
-  const Tensor of_blocks = workspace(of_norm.has_value(), plan.blocks * 2 * width), of_rows = workspace(of_channels.has_value(), channels * channel_parts);
+  const Tensor of_blocks = workspace(of_norm.has_value(), plan.blocks * 2 * width);
+  const Tensor of_rows = workspace(of_channels.has_value(), channels * channel_parts);
   if (of_norm) gradient.norm_parts = static_cast<float*>(of_blocks.data_ptr());
   if (of_channels) gradient.channel_parts = static_cast<float*>(of_rows.data_ptr());
   try {
@@ -106,7 +107,8 @@ void norm_pool_gelu_input_gradient(const Tensor& grad, const Tensor& input, cons
     if (of_norm) torch::stable::zero_(*of_norm);
     return;
   }
-  const std::optional<Tensor> dense_bias = dense_parameter(bias), dense_weight = dense_parameter(norm_weight), dense_shift = dense_parameter(norm_bias);
+  const std::optional<Tensor> dense_bias = dense_parameter(bias), dense_weight = dense_parameter(norm_weight),
+                              dense_shift = dense_parameter(norm_bias);
 
   GradientProblem gradient;
   gradient.grad = make_param(grad, input, "grad");

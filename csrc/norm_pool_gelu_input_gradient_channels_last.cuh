@@ -6,6 +6,7 @@
 // is safe: nobody else reads these rows.
 #pragma once
 
+#include "norm_pool_gelu_channels_last.cuh"
 #include "norm_pool_gelu_input_gradient_problem.cuh"
 
 namespace fxfuse::norm_pool_gelu {
@@ -24,11 +25,6 @@ struct GradientChannelsGrid {
   GradientShared shared;
   FastDiv by_channel_tile, by_chunk, by_oh, by_window_rows, by_out_w, by_kernel_h;
 };
-
-__device__ __forceinline__ void copy_16_async(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global));
-}
-__device__ __forceinline__ void wait_for_own_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Over the lanes of one column.
 template <int kColumns, int kVec>
@@ -91,7 +87,7 @@ struct ColumnOfTile {
     for (int w = position; w < p.w.input; w += kPositions) {
       const T* own = from + static_cast<int64_t>(w) * p.num_channels + column;
       T* to = row + w * kChannels + column;
-      if constexpr (kVec * sizeof(T) == kVecBytes) copy_16_async(to, own);
+      if constexpr (kVec * sizeof(T) == kVecBytes) copy_async_16(to, own);
       else *to = *own;
     }
   }
@@ -280,7 +276,7 @@ __global__ void __launch_bounds__(kGradientThreads)
       for (int j = 0; j < kVec; ++j) loaded[j] = own.is_channel ? gradient.grad.at<T>(at + j * channel_stride) : 0.f;
       store_as(grads + i * kChannels + own.column, loaded);
     }
-    wait_for_own_copies();
+    wait_for_copies();
     for (int row = own.warp; row < num_rows; row += kGradientWarps) {
       own.take_statistics(p, values + row * row_size, poison, statistics + row * kChannels);
     }

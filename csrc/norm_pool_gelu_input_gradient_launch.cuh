@@ -22,7 +22,7 @@ void launch_gradient_rows(const Tensor& input, const GradientProblem& gradient, 
   while ((1 << grid.log2_lanes) < plan.lanes) ++grid.log2_lanes;
   const size_t shared_bytes = sizeof(float) * p.w.input * (2 + 2 * (kRowsThreads / plan.lanes));
   const LaunchConfig config{plan.blocks, kRowsThreads, shared_bytes};
-  if constexpr (kVec > 1 && kRows > 1) {
+  if constexpr (kVec == kVecLen<T> && kRows > 1) {
     if (plan.exact) return launch(input, config, gradient_rows_kernel<T, kVec, kVecs, kRows, true, true, false>, gradient, grid);
   }
   if constexpr (kVec == 1) {
@@ -42,7 +42,7 @@ void launch_gradient_rows(const Tensor& input, const GradientProblem& gradient, 
 template <typename T, int kVec, int kColumns>
 void launch_gradient_channels(const Tensor& input, const GradientProblem& gradient, const GradientChannelsPlan& plan) {
   const Problem& p = gradient.forward;
-  const int64_t tiles = blocks_of(p.num_channels, kVec * kColumns);
+  const int64_t tiles = ceil_div(p.num_channels, kVec * kColumns);
   const GradientChannelsGrid grid{plan.windows, plan.steps, static_cast<int>(p.output_rows()), plan.shared, FastDiv(tiles), FastDiv(plan.chunks),
                                   FastDiv(p.h.output), FastDiv(p.window_rows()), FastDiv(p.w.output), FastDiv(p.h.kernel)};
   const auto kernel = plan.pairs ? gradient_channels_last_kernel<T, kVec, kColumns, true> : gradient_channels_last_kernel<T, kVec, kColumns, false>;
@@ -52,6 +52,7 @@ void launch_gradient_channels(const Tensor& input, const GradientProblem& gradie
 template <>
 void launch_gradient<FXFUSE_TYPE>(const Tensor& input, const GradientProblem& gradient, const GradientRowsPlan& plan) {
   if (plan.vec_len == 1) launch_gradient_rows<FXFUSE_TYPE, 1>(input, gradient, plan);
+  else if (plan.vec_len == 4) launch_gradient_rows<FXFUSE_TYPE, 4>(input, gradient, plan);
   else launch_gradient_rows<FXFUSE_TYPE, kVecLen<FXFUSE_TYPE>>(input, gradient, plan);
 }
 

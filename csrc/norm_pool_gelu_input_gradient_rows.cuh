@@ -35,10 +35,10 @@ struct NormalisedRows {
   float xhat[kRows][kVecs][kVec], rstd[kRows];
   const T* from[kRows];  // null: past the end
 
-  // Twice: the rows are read again.
-  template <bool kTwice>
+  // kTwice: the rows are read again. meanwhile(): other loads, which go out behind the rows' and before anything waits for those.
+  template <bool kTwice, typename F>
   __device__ __forceinline__ void load(const Problem& p, const LaneOfRow<kVec, kVecs, kExact>& lane, WindowRows<T>& at, int num_rows,
-                                       const Channel& channel) {
+                                       const Channel& channel, const F& meanwhile) {
     Vec<T, kVec> raw[kRows][kVecs];
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
@@ -56,6 +56,7 @@ struct NormalisedRows {
       }
       at.next(p);
     }
+    meanwhile();
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
 #pragma unroll
@@ -117,11 +118,15 @@ struct NormalisedRows {
   }
 };
 
+// The gradients of the pairs that a lane holds where kExact.
+template <int kVec, int kVecs>
+using PairGrads = float[kVecs][kVec > 1 ? kVec / 2 : 1];
+
 // Every window's g, for the elements of a lane: from the sum of the window's normalised rows. z, g: a group's rows of shared memory.
 template <typename T, int kVec, int kVecs, bool kExact>
 __device__ __forceinline__ void gradient_of_pool(const GradientProblem& gradient, const LaneOfRow<kVec, kVecs, kExact>& lane, uint32_t lanes,
-                                                 int64_t out_row, const float* weight, const float* bias, const float (&sum)[kVecs][kVec],
-                                                 float* z, float* g, float (&of_pool)[kVecs][kVec]) {
+                                                 int64_t out_row, const float* weight, const float* bias, const PairGrads<kVec, kVecs>& grads,
+                                                 const float (&sum)[kVecs][kVec], float* z, float* g, float (&of_pool)[kVecs][kVec]) {
   const Problem& p = gradient.forward;
   const float window_rows = p.window_rows();
 #pragma unroll
@@ -133,12 +138,10 @@ __device__ __forceinline__ void gradient_of_pool(const GradientProblem& gradient
 #pragma unroll
     for (int j = 0; j < kVec; ++j) affine[j] = fmaf(sum[v][j], own_weight[j], window_rows * affine[j]);
     if constexpr (kExact) {
-      float grads[kVec / 2];
-      gradient.grad.load<T>(out_row + lane.w(v) / 2, grads);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        if (j % 2 == 0) of_pool[v][j] = gradient.gelu_derivative((affine[j] + affine[j + 1]) * p.inverse_divisor) * p.inverse_divisor * grads[j / 2];
-        else of_pool[v][j] = of_pool[v][j - 1];
+      for (int j = 0; j < kVec; j += 2) {
+        const float pooled = (affine[j] + affine[j + 1]) * p.inverse_divisor;
+        of_pool[v][j] = of_pool[v][j + 1] = gradient.gelu_derivative(pooled) * p.inverse_divisor * grads[v][j / 2];
       }
     } else {
       store_as(z + lane.w(v), affine);
@@ -207,15 +210,26 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     uint32_t oh, od, c;
     const uint32_t volume_idx = grid.by_od.divide(grid.by_oh.divide(row_idx, oh), od);
     const int64_t n = grid.by_c.divide(volume_idx, c);
-    const Channel channel{n, c, channel_constant<T>(p, n, c)};
-    const float poison = kAddend ? 0.f : channel.constant - channel.constant;
+    Channel channel{n, c, 0.f};
+    if constexpr (kAddend) channel.constant = channel_constant<T>(p, n, c);
     const T* volume = static_cast<const T*>(p.input) + volume_idx * p.volume_size + lane.first_w;
 
     NormalisedRows<T, kVec, kVecs, kRows, kExact, kAddend> rows;
-    float sum[kVecs][kVec] = {};
+    const int64_t out_row = static_cast<int64_t>(row_idx) * p.w.output;
+    PairGrads<kVec, kVecs> grads;
+    float sum[kVecs][kVec] = {}, poison = 0.f;
     WindowRows<T> at(p, volume, od, oh);
     for (int r = 0; r < window_rows; r += kRows) {
-      rows.template load<!kResident>(p, lane, at, window_rows - r, channel);
+      rows.template load<!kResident>(p, lane, at, window_rows - r, channel, [&] {
+        if constexpr (kExact) {
+#pragma unroll
+          for (int v = 0; v < kVecs; ++v) gradient.grad.load<T>(out_row + lane.w(v) / 2, grads[v]);
+        }
+        if constexpr (!kAddend) {
+          const float constant = channel_constant<T>(p, n, c);
+          poison = constant - constant;
+        }
+      });
       rows.normalise(p, lane, grid.lanes, poison);
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
@@ -229,8 +243,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     }
 
     float u_row[kVecs][kVec] = {}, mean[1] = {};
-    gradient_of_pool<T>(gradient, lane, grid.lanes, static_cast<int64_t>(row_idx) * p.w.output, norm_weight, norm_bias, sum, mine,
-                        mine + p.w.input, u_row);
+    gradient_of_pool<T>(gradient, lane, grid.lanes, out_row, norm_weight, norm_bias, grads, sum, mine, mine + p.w.input, u_row);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       if (!lane.holds(v)) continue;
@@ -255,7 +268,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     WindowRows<T> again(p, volume, od, oh);
     for (int r = 0; r < window_rows; r += kRows) {
       if constexpr (!kResident) {
-        rows.template load<true>(p, lane, again, window_rows - r, channel);
+        rows.template load<true>(p, lane, again, window_rows - r, channel, [] {});
         rows.normalise(p, lane, grid.lanes, poison);
       }
       float along[kRows];  // mean(u * xhat)

@@ -45,7 +45,8 @@ inline void sum_parts(const Tensor& on, const float* parts, float* out, int64_t 
   int items = kPartialSumsThreads / 64;
   while (items < kPartialSumsThreads && kPartialSumsThreads / items > num_parts) items *= 2;
   const int64_t blocks = (outer * inner + items - 1) / items;
-  launch(on, {blocks, kPartialSumsThreads, kPartialSumsThreads * sizeof(float)}, sum_parts_kernel, PartialSums{parts, out, outer, num_parts, inner, items});
+  const PartialSums sums{parts, out, outer, num_parts, inner, items};
+  launch(on, {blocks, kPartialSumsThreads, kPartialSumsThreads * sizeof(float)}, sum_parts_kernel, sums);
 }
 
 }  // namespace fxfuse
