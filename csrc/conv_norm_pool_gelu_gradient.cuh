@@ -48,12 +48,15 @@ struct GradientWalk {
   using Mma = std::conditional_t<Tile::kTerms == 2, __nv_bfloat16, MmaOf<operand>>;
   using Values = float[Tile::kPixels / 2];
   static constexpr int kLines = Tile::kRows + 1, kWords = Tile::kPixels / 4;
+  // Of descriptors, which count 16 bytes: what stands above the address, pitch of K in the lower word and of the other dimension in the upper.
+  static constexpr uint32_t kCore = kCoreMatrixBytes / kChunkBytes, kChunk = Tile::kChunkPitch / kChunkBytes;
+  static constexpr uint32_t kWeightK = uint32_t{Tile::kWeightPitch / kChunkBytes} << 16, kPixelK = kChunk << 16, kGradientK = kCore << 16;
 
   const Problem& p;
   const GradientPlan& plan;
   const GradientJob& job;
   const float* norm_params;
-  const uint32_t weights, planes;  // shared addresses: the job's taps; this warpgroup's two slots
+  const uint32_t weights, planes;  // shared addresses, in 16 bytes: the job's taps; this warpgroup's two slots
   float* const norm_sums;          // this thread's, kGradientThreads apart
   const int warpgroup;
   T raw[kLines][Tile::kChunkChannels];
@@ -77,7 +80,7 @@ struct GradientWalk {
   }
 
   __device__ __forceinline__ void store(int plane) const {
-    const uint32_t to = planes + plane % Tile::kSlots * Tile::kPlaneBytes + warp() * Tile::kChunkPitch;
+    const uint32_t to = planes * kChunkBytes + plane % Tile::kSlots * Tile::kPlaneBytes + warp() * Tile::kChunkPitch;
 #pragma unroll
     for (int row = 0; row < kLines; ++row) {
       uint4 words;
@@ -92,19 +95,26 @@ struct GradientWalk {
     }
   }
 
-  // The pixels that a pair's tap along W reads, of a term: its row of the plane, and the copy.
-  __device__ __forceinline__ uint32_t pixels_of(int d, int pair, int tap_w, int term) const {
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t upper, uint32_t lower) { return uint64_t{upper} << 32 | lower; }
+
+  // Where the pixels of a pair lie: its plane and row. Behind that, a tap's copy and a term, of a few constants.
+  __device__ __forceinline__ uint32_t pixels_of(int d, int pair) const {
     const int neighbour_d = job.parity >> 1 ? pair >> (job.parity & 1) : 0, neighbour_h = job.parity & 1 ? pair & 1 : 0;
-    return planes + (d + neighbour_d) % Tile::kSlots * Tile::kPlaneBytes + neighbour_h * Tile::kLineBytes +
-           (tap_w == 2 ? Tile::kCopyBytes : 0) + term * Tile::kTermBytes;
+    return planes + (d + neighbour_d) % Tile::kSlots * (Tile::kPlaneBytes / kChunkBytes) + neighbour_h * (Tile::kLineBytes / kChunkBytes);
+  }
+  static __device__ __forceinline__ constexpr uint32_t copy_of(int tap_w, int term) {
+    return ((tap_w == 2 ? Tile::kCopyBytes : 0) + term * Tile::kTermBytes) / kChunkBytes;
   }
 
   // The convolution's output, even and odd columns. Small products come first.
   __device__ __forceinline__ void multiply(Values& even, Values& odd, int d) const {
     constexpr int kProducts = Tile::kTerms == 2 ? 3 : 1;
+    constexpr uint32_t kOfTap = Tile::kTerms * Tile::kWeightBytes / kChunkBytes;
     const int pairs = job.all_pairs();
+    uint32_t of_pair = weights + kWeightK;
 #pragma unroll 1
-    for (int pair = 0; pair < pairs; ++pair) {
+    for (int pair = 0; pair < pairs; ++pair, of_pair += 3 * kOfTap) {
+      const uint32_t pixels = pixels_of(d, pair) + kPixelK;
       wgmma_fence();
 #pragma unroll
       for (int tap_w = 0; tap_w < 3; ++tap_w) {
@@ -112,13 +122,12 @@ struct GradientWalk {
 #pragma unroll
         for (int product = 0; product < kProducts; ++product) {
           const int of_weight = kProducts == 3 && product == 1, of_pixels = kProducts == 3 && product == 0;
-          const uint32_t weight = weights + ((3 * pair + tap_w) * Tile::kTerms + of_weight) * Tile::kWeightBytes;
-          const uint64_t a = matrix_descriptor(weight, Tile::kWeightPitch, kCoreMatrixBytes);
-          const uint64_t b = matrix_descriptor(pixels_of(d, pair, tap_w, of_pixels), Tile::kChunkPitch, kCoreMatrixBytes);
+          const uint32_t a = of_pair + tap_w * kOfTap + of_weight * (Tile::kWeightBytes / kChunkBytes);
+          const uint32_t b = pixels + copy_of(tap_w, of_pixels);
 #pragma unroll
           for (int k = 0; k < Tile::kChunks / 2; ++k) {
             const bool is_first = tap_w < 2 && product == 0 && k == 0;
-            wgmma(columns, a + k * (2 * Tile::kWeightPitch / kChunkBytes), b + k * (2 * Tile::kChunkPitch / kChunkBytes),
+            wgmma(columns, descriptor(kCore, a + k * (2 * Tile::kWeightPitch / kChunkBytes)), descriptor(kCore, b + k * 2 * kChunk),
                   is_first ? pair > 0 : 1, Mma{});
           }
         }
@@ -158,20 +167,19 @@ struct GradientWalk {
     }
 #pragma unroll
     for (int r = 0; r < kOfRow; ++r) {
-      mean_u[r] = warp_sum(mean_u[r], 4) * kInverseWidth;
-      mean_uz[r] = warp_sum(mean_uz[r], 4) * kInverseWidth * rstd[r] * rstd[r];
+      mean_u[r] = warp_sum(mean_u[r], 4) * kInverseWidth * rstd[r];
+      mean_uz[r] = warp_sum(mean_uz[r], 4) * kInverseWidth * rstd[r] * rstd[r] * rstd[r];
     }
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       const float4 weight = *reinterpret_cast<const float4*>(norm_params + (8 * b + 2 * q) * 2);
 #pragma unroll
       for (int r = 0; r < kOfRow; ++r) {
-        const auto of_y = [&](float& z, float weight, float grad) {
-          z = rstd[r] * fmaf(-z, mean_uz[r], fmaf(weight, grad, -mean_u[r]));
-        };
+        const auto of_y = [&](float& z, float weight, float scaled) { z = fmaf(-z, mean_uz[r], fmaf(weight, scaled, -mean_u[r])); };
         const int i = value_index(r, b, 0);
-        of_y(even[i], weight.x, grad[8 * r + 2 * b]), of_y(odd[i], weight.y, grad[8 * r + 2 * b]);
-        of_y(even[i + 1], weight.z, grad[8 * r + 2 * b + 1]), of_y(odd[i + 1], weight.w, grad[8 * r + 2 * b + 1]);
+        const float scaled_0 = grad[8 * r + 2 * b] * rstd[r], scaled_1 = grad[8 * r + 2 * b + 1] * rstd[r];
+        of_y(even[i], weight.x, scaled_0), of_y(odd[i], weight.y, scaled_0);
+        of_y(even[i + 1], weight.z, scaled_1), of_y(odd[i + 1], weight.w, scaled_1);
       }
     }
   }
@@ -187,7 +195,10 @@ struct GradientWalk {
 
   template <int kPairs>
   __device__ __forceinline__ void add_gradient(float (&acc)[3 * kPairs][kOfTap], const Values& even, const Values& odd, int d) const {
-    constexpr uint32_t kStepBytes = 16 * kChunkBytes;
+    constexpr uint32_t kStepPixels = 16;
+    uint32_t pixels[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) pixels[i] = pixels_of(d, job.first_pair + i) + kGradientK;
     uint32_t even_high[kWords], even_low[kWords], odd_high[kWords], odd_low[kWords];
     to_operand(even, even_high, even_low);
     to_operand(odd, odd_high, odd_low);
@@ -199,8 +210,7 @@ struct GradientWalk {
 #pragma unroll
         for (int tap = 0; tap < 3 * kPairs; ++tap) {
           const int tap_w = tap % 3;
-          const uint32_t first = pixels_of(d, job.first_pair + tap / 3, tap_w, product == 0) + step * kStepBytes;
-          const uint64_t b = matrix_descriptor(first, kCoreMatrixBytes, Tile::kChunkPitch);
+          const uint64_t b = descriptor(kChunk, pixels[tap / 3] + (copy_of(tap_w, product == 0) + step * kStepPixels));
           if (product == 1) wgmma(acc[tap], (tap_w == 0 ? even_low : odd_low) + 4 * step, b, 1, Mma{});
           else wgmma(acc[tap], (tap_w == 0 ? even_high : odd_high) + 4 * step, b, 1, Mma{});
         }
@@ -278,7 +288,7 @@ gradient_kernel(const __grid_constant__ Problem p, const __grid_constant__ Gradi
   fence_async_proxy();
   __syncthreads();
 
-  GradientWalk<operand> walk{p, plan, job, norm_params, weights, planes, norm_sums, warpgroup};
+  GradientWalk<operand> walk{p, plan, job, norm_params, weights / kChunkBytes, planes / kChunkBytes, norm_sums, warpgroup};
   const int walker = (blockIdx.x - job.first_block) * kGradientGroups + warpgroup, walkers = job.blocks * kGradientGroups;
   float* const to = partials + int64_t{blockIdx.x * kGradientGroups + warpgroup} * kWalkerPartials;
   if (job.pairs == 1) walk.template run<1>(walker, walkers, to);

@@ -50,10 +50,10 @@ def of_gelu(x: torch.Tensor, size: tuple[int, ...], **changed: Any) -> Arguments
 
 
 def references(function: Any, arguments: Arguments, grad: torch.Tensor, names: tuple[str, ...]) -> list[tuple[torch.Tensor, ...]]:
-    """The gradients of the tensors named, in fp64 and in the input's dtype."""
+    """The gradients of the tensors named, in fp64 and in the input's dtype, of contiguous tensors: torch's adaptive pools fail on some others."""
     found = []
     for dtype in (torch.float64, arguments["input"].dtype):
-        given = {name: value.detach().to(dtype) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+        given = {name: value.detach().to(dtype).contiguous() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
         leaves = [given[name].requires_grad_() for name in names if given[name] is not None]
         out = function(*given.values(), dtype=dtype)
         found.append(torch.autograd.grad(out, leaves, grad.to(dtype)))
@@ -92,6 +92,9 @@ def check_norm(a: Arguments, grad_dtype: torch.dtype | None = None, in_place: bo
     of_input, of_channels, of_rows = norm_kernel(grad, a, in_place)
     assert of_input.stride() == x.stride()
     exact, eager = references(norm_pool_gelu_reference, a, grad, ("input", "norm_weight", "norm_bias"))
+    if x.shape[-1] == 1:  # one value is its own mean, and all that is left is 0
+        assert of_input.abs().max() <= 1e-4 * grad.abs().max()
+        return
     assert_within_contract(of_input, exact[0], eager[0], x.dtype)
     for mine, want, other in zip(of_rows if a["norm_weight"] is not None else (), exact[1:], eager[1:]):
         allowed = max(2 * (other.double() - want).norm(), SUM_FLOOR * grad.double().abs().sum())
@@ -263,6 +266,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
             seen.append((len(x), rest[place - 2].data_ptr() == x.data_ptr()))
             kernel(grad, x, *rest)
 
+        counted.name = kernel.name
         monkeypatch.setattr(module, f"{name}_input_gradient", counted)
     return seen
 

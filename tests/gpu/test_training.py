@@ -34,8 +34,10 @@ LARGE = {
     "conv_gelu_pool": (ConvGeluPool, (128, 8, 128, 128)),
 }
 KINDS = [(torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, ""), (torch.float16, "")]
-# With TF32 off the parts of fp32 values that a fused op multiplies leave 2^-20 of a product.
+# With TF32 off the parts of fp32 values that a fused op multiplies leave 2^-20 of a product. With TF32 on, cuDNN chooses by layout and size whether
+# it makes use of that, and cuts operands off rather than round them: eager may be lucky.
 SMALLEST = {**FLOOR, torch.float32: 2e-6}
+SMALLEST_TF32 = 1e-3
 # Of Inductor's peak memory: it holds the convolution's output and its gradient, recomputing holds a few pieces of 64 MB.
 SAVING = 0.5
 
@@ -77,7 +79,7 @@ def assert_gradients(model: nn.Module, x: torch.Tensor, tf32: bool = False) -> N
     rounded = work.errors(work.tf32(model, (x,)), exact) if tf32 else {}
     errors, eager_errors = work.errors(found, exact), work.errors(eager, exact)
     for name, error in errors.items():
-        allowed = max(EAGER_FACTOR * eager_errors[name], EAGER_FACTOR * rounded.get(name, 0.0), SMALLEST[dtype])
+        allowed = max(EAGER_FACTOR * eager_errors[name], EAGER_FACTOR * rounded.get(name, 0.0), SMALLEST_TF32 if tf32 else SMALLEST[dtype])
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}, eager's {eager_errors[name]:.2e}"
     largest = max(float(gradient.norm()) for gradient in exact.values())
     for name in work.zeros(exact):
