@@ -12,6 +12,8 @@ from fxfuse.view import Call
 
 # K steps whose weights the Hopper kernel keeps in shared memory.
 HOPPER_STEPS = 48
+# Lines of three taps whose gradient a block of the backward's kernel sums, and as many such groups as it takes.
+LINES, MOST_GROUPS = 3, 3
 # What the kernels' rates were measured on: chunks of channels, K steps.
 MOST_CHUNKS, MOST_HOPPER_STEPS, MOST_PORTABLE_STEPS = 4, 14, 9
 # The largest window that Inductor computes an adaptive pool for itself (`_adaptive_avg_pool2d` of its lowerings).
@@ -30,10 +32,25 @@ def fused_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
 
 def fused_backward_cost(training: Training, conv: Call, gelu: Call, pool: Call) -> BackwardCost:
     """The convolution again and the tail's backward, or the kernel that has both and the weight's gradient in it."""
-    flops = 2 * fused.convolution_flops(conv) + GELU_FLOPS * _outputs(conv)
-    kernel = f"conv_gelu_pool backward {_kernel(conv)} {fused.operand_of(conv)}"
-    own = None if training.needs("conv.input") else Work(number_of_bytes(conv.tensor("input")), kernels=2, flops=flops, kernel=kernel)
+    own = None if training.needs("conv.input") else _own_backward(conv)
     return computed_again(conv, tail_backward_cost(training, conv, gelu, pool), own)
+
+
+def _own_backward(conv: Call) -> Work | None:
+    """The Hopper kernel with the weight's gradient in it: mirrors `gradient_tiling` of csrc/conv_gelu_pool_gradient.cu. Each group of lines
+    computes the convolution and its GELUs' derivatives again."""
+    operand = fused.operand_of(conv)
+    kernel = conv.tensor("weight").shape[2:]
+    if operand == "ieee" or not _is_on_hopper(conv):
+        return None
+    chunks, taps = math.ceil(fused.channels_in(conv) / 8), math.prod(kernel)
+    wide = 3 if conv.dims > 1 and kernel[-1] == 3 else 1
+    groups = math.ceil(chunks * taps // wide / (LINES * 3 // wide))
+    steps = math.ceil(chunks * taps / 2) * (2 if operand == "tf32" else 1)
+    if groups > MOST_GROUPS or steps > HOPPER_STEPS:
+        return None
+    flops = (groups + 1) * fused.convolution_flops(conv) + groups * GELU_FLOPS * _outputs(conv)
+    return Work(number_of_bytes(conv.tensor("input")), kernels=3, flops=flops, kernel=f"conv_gelu_pool backward hopper {operand}")
 
 
 def tail_cost(conv: Call, gelu: Call, pool: Call) -> Cost:
@@ -55,15 +72,19 @@ def tail_backward_cost(training: Training, conv: Call, gelu: Call, pool: Call) -
 def _kernel(conv: Call) -> str:
     """The CUDA kernel: "hopper" mirrors `make_hopper_tiling` of csrc/conv_gelu_pool_hopper_plan.cuh, but for its search of a tile and for its
     comparison with the portable kernel. "deep" ones have so many channels or taps that they no longer run at the same rate."""
-    c_out, _, *kernel = conv.tensor("weight").shape
+    kernel = conv.tensor("weight").shape[2:]
     # 16 bytes of channels make a chunk, two chunks of a tap a step; fp32-accurate products take each step for two parts of the weights.
     chunks = math.ceil(fused.channels_in(conv) / (16 // conv.tensor("weight").element_size()))
     steps = math.ceil(chunks * math.prod(kernel) / 2)
     splits = 2 if fused.operand_of(conv) == "ieee" else 1
-    gpu = fused.gpu_of(conv.value.device)
-    is_hopper = gpu is not None and gpu.major == 9 and set(conv.stride) == {1} and c_out > 32 and steps * splits <= HOPPER_STEPS
+    is_hopper = _is_on_hopper(conv) and steps * splits <= HOPPER_STEPS
     is_deep = chunks > MOST_CHUNKS or steps > (MOST_HOPPER_STEPS if is_hopper else MOST_PORTABLE_STEPS)
     return ("hopper" if is_hopper else "portable") + (" deep" if is_deep else "")
+
+
+def _is_on_hopper(conv: Call) -> bool:
+    gpu = fused.gpu_of(conv.value.device)
+    return gpu is not None and gpu.major == 9 and set(conv.stride) == {1} and conv.tensor("weight").shape[0] > 32
 
 
 def _bandwidth_share(conv: Call, pool: Call) -> float:

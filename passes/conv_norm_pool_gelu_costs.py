@@ -30,10 +30,21 @@ def fused_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call)
 
 
 def fused_backward_cost(training: Training, conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> BackwardCost:
-    """The convolution again, and the tail's backward. In training, where it saves memory, it is held against Inductor itself: with the forward's
-    normalised rows, which `fused_cost` leaves out."""
-    again = computed_again(conv, tail_backward_cost(training, conv, add, norm, pool, gelu))
+    """The convolution again and the tail's backward, or the kernels that have both and the weight's gradient in them. In training, where it saves
+    memory, it is held against Inductor itself: with the forward's normalised rows, which `fused_cost` leaves out."""
+    own = None if training.needs("conv.input") else _own_backward(conv, pool)
+    again = computed_again(conv, tail_backward_cost(training, conv, add, norm, pool, gelu), own)
     return replace(again, inductor=replace(again.inductor, bytes=again.inductor.bytes + _normalised(norm, pool)))
+
+
+def _own_backward(conv: Call, pool: Call) -> Work | None:
+    """Hopper's kernels: the forward's once more, which leaves the gradients of the windows' values, and one with the weight's gradient in it."""
+    operand = fused.operand_of(conv)
+    if operand == "ieee" or not _hopper_takes(conv, pool):
+        return None
+    kernel = f"conv_norm_pool_gelu backward hopper {operand}"
+    moved = number_of_bytes(conv.tensor("input")) + 3 * number_of_bytes(pool.value)
+    return Work(moved, kernels=6, flops=2 * fused.convolution_flops(conv), kernel=kernel)
 
 
 def tail_cost(conv: Call, add: Call | None, norm: Call, pool: Call, gelu: Call) -> Cost:

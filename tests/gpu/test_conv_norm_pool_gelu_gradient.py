@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from passes.conv_norm_pool_gelu_gradients import conv_norm_pool_gelu_parameter_gradients
+from fxfuse.passes.conv_norm_pool_gelu_gradients import conv_norm_pool_gelu_parameter_gradients
 
 pytestmark = [
     pytest.mark.gpu,
