@@ -59,23 +59,27 @@ struct GradientWalk {
   const uint32_t weights, planes;  // shared addresses, in 16 bytes: the job's taps; this warpgroup's two slots
   float* const norm_sums;          // this thread's, kGradientThreads apart
   const int warpgroup;
-  T raw[kLines][Tile::kChunkChannels];
+  uint32_t raw[kLines][Tile::kChunkChannels];  // a value each, as loaded: pairs of 16 bits would make a load wait for the one before it
 
   __device__ __forceinline__ int warp() const { return threadIdx.x / kWarpSize % 4; }
   __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory"); }
 
   // A warp has the 8 channels of a chunk, a lane the pixels of one column.
   __device__ __forceinline__ void load(int64_t n, int plane, int first_row) {
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, unsigned short>;
     const int lane = threadIdx.x % kWarpSize, channel = warp() * Tile::kChunkChannels;
-    const T* const from = static_cast<const T*>(p.input) + n * p.input_stride[0] + channel * p.input_stride[1] +
-                          plane * p.input_stride[2] + first_row * p.input_stride[3] + lane * p.input_stride[4];
+    const int64_t first = n * p.input_stride[0] + channel * p.input_stride[1] + plane * p.input_stride[2] + first_row * p.input_stride[3] +
+                          lane * p.input_stride[4];
+    const Bits* line = static_cast<const Bits*>(p.input) + first;
+    // Addresses by additions alone, which the compiler is kept from undoing: what it takes from constant memory for each, the load waits for.
+    asm volatile("" : "+l"(line));
+    const int rows = plane < p.d.input ? p.h.input - first_row : 0, channels = p.in_channels - channel;
+    const int64_t channel_pitch = p.input_stride[1], row_pitch = p.input_stride[3];
 #pragma unroll
-    for (int row = 0; row < kLines; ++row) {
+    for (int row = 0; row < kLines; ++row, line += row_pitch) {
+      const Bits* value = line;
 #pragma unroll
-      for (int c = 0; c < Tile::kChunkChannels; ++c) {
-        const bool exists = plane < p.d.input && first_row + row < p.h.input && channel + c < p.in_channels;
-        raw[row][c] = exists ? from[c * static_cast<int>(p.input_stride[1]) + row * static_cast<int>(p.input_stride[3])] : from_float<T>(0.f);
-      }
+      for (int c = 0; c < Tile::kChunkChannels; ++c, value += channel_pitch) raw[row][c] = row < rows && c < channels ? __ldg(value) : Bits{0};
     }
   }
 
@@ -85,11 +89,15 @@ struct GradientWalk {
     for (int row = 0; row < kLines; ++row) {
       uint4 words;
       if constexpr (Tile::kTerms == 2) {
+        float values[Tile::kChunkChannels];
         uint4 low;
-        split_bf16(raw[row], words, low);
+#pragma unroll
+        for (int c = 0; c < Tile::kChunkChannels; ++c) values[c] = __uint_as_float(raw[row][c]);
+        split_bf16(values, words, low);
         store_pixel<Tile::kCopyBytes>(to + Tile::kTermBytes + row * Tile::kLineBytes, low);
       } else {
-        memcpy(&words, raw[row], sizeof words);
+        const auto pair = [&](int c) { return raw[row][c] | raw[row][c + 1] << 16; };
+        words = make_uint4(pair(0), pair(2), pair(4), pair(6));
       }
       store_pixel<Tile::kCopyBytes>(to + row * Tile::kLineBytes, words);
     }
@@ -237,10 +245,12 @@ struct GradientWalk {
 #pragma unroll 1
       for (int d = 0; d < p.d.input; ++d) {
         Values grad;
+        GradientRows<T, Tile::kRows> of_windows;
         // What these bring is used behind the products.
         load(n, d + 2, first_row);
-        load_gradients<T, Tile::kRows>(p, grad, n, channel, d, first_row);
+        of_windows.load(p, n, channel, d, first_row);
         multiply(even, odd, d);
+        of_windows.convert(p, grad);
         differentiate(even, odd, grad, poison);
         add_gradient<kPairs>(acc, even, odd, d);
         sync();

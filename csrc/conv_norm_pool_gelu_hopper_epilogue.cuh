@@ -149,19 +149,41 @@ __device__ __forceinline__ float2 gradient_pair(const Problem& p, int64_t elemen
   return p.output_is_float ? load_pair<float>(p.grad, element) : load_pair<T>(p.grad, element);
 }
 
-// The same rows of `p.grad`; what does not exist is 0.
+// The same rows of `p.grad`, as they lie in memory until they are used: nothing waits for them before. What does not exist is 0.
 template <typename T, int kRows>
-__device__ __forceinline__ void load_gradients(const Problem& p, float (&values)[16 * kRows], int64_t n, int channel, int d, int first_row) {
+struct GradientRows {
+  uint32_t words[16 * kRows];  // a pair of 16 bits takes the first of two
+
+  __device__ __forceinline__ void load(const Problem& p, int64_t n, int channel, int d, int first_row) {
 #pragma unroll
-  for (float& value : values) value = 0.f;
-  at_rows<kRows>(p, n, channel, d, first_row, [&](int r, int64_t element) {
+    for (uint32_t& word : words) word = 0;
+    at_rows<kRows>(p, n, channel, d, first_row, [&](int r, int64_t element) {
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const float2 pair = gradient_pair<T>(p, element + 8 * b);
-      values[8 * r + 2 * b] = pair.x, values[8 * r + 2 * b + 1] = pair.y;
+      for (int b = 0; b < 4; ++b) {
+        uint32_t& word = words[8 * r + 2 * b];
+        if (sizeof(T) == 4 || p.output_is_float) {
+          const uint2 pair = *reinterpret_cast<const uint2*>(static_cast<const float*>(p.grad) + element + 8 * b);
+          word = pair.x, words[8 * r + 2 * b + 1] = pair.y;
+        } else {
+          word = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(p.grad) + element + 8 * b);
+        }
+      }
+    });
+  }
+
+  __device__ __forceinline__ void convert(const Problem& p, float (&values)[16 * kRows]) const {
+#pragma unroll
+    for (int i = 0; i < 16 * kRows; i += 2) {
+      if (sizeof(T) == 4 || p.output_is_float) {
+        values[i] = __uint_as_float(words[i]), values[i + 1] = __uint_as_float(words[i + 1]);
+      } else {
+        Vec<T, 2> pair;
+        memcpy(&pair, &words[i], sizeof pair);
+        values[i] = pair[0], values[i + 1] = pair[1];
+      }
     }
-  });
-}
+  }
+};
 
 // x of a window to the gradient of each of its values: grad * gelu'(x) / size.
 template <typename T, int kRows>

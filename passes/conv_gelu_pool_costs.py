@@ -64,7 +64,7 @@ def tail_backward_cost(training: Training, conv: Call, gelu: Call, pool: Call) -
     """On a GPU a read of the convolution's output and a write of its gradient. torch's own ops: gelu's backward, the bias that joins first and
     its sum, the pool's backward where it is not an average of all."""
     passes = 2 + 2 * (conv.bias is not None) + training.needs("conv.bias") + 2 * (not _is_global(pool))
-    moved = (2 * number_of_bytes(conv.value) + number_of_bytes(pool.value)) / _bandwidth_share(conv, pool)
+    moved = (2 * number_of_bytes(conv.value) + number_of_bytes(pool.value)) / (0.5 if conv.dims == 1 else 1.0)
     op = Work(int(moved), kernels=2) if conv.value.device.type == "cuda" else torchs_own(conv.value, passes)
     return BackwardCost(op, _inductors_backward(training, conv, pool), gradients_of(conv, training))
 

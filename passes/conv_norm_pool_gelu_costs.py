@@ -66,7 +66,8 @@ def tail_backward_cost(training: Training, conv: Call, add: Call | None, norm: C
     """A read of the convolution's output and a write of its gradient where a kernel does it."""
     moved = 2 * number_of_bytes(conv.value) + number_of_bytes(gelu.value)
     if _has_backward_kernel(conv, norm, pool):
-        op = Work(int(moved / _bandwidth_share(conv, add, norm, pool)), kernels=3)
+        share = min(_bandwidth_share(conv, add, norm, pool), 0.3 if _is_channels_last(conv) else 0.6)
+        op = Work(int(moved / share), kernels=3)
     else:
         op = torchs_own(conv.value, _torchs_passes(training))
     return BackwardCost(op, _inductors_backward(training, conv, norm, pool), gradients_of(conv, training))
@@ -112,13 +113,16 @@ def _hopper_takes(conv: Call, pool: Call) -> bool:
     return doubles and width == 32 and c_in <= 32 and 32 < c_out <= 64 and fills
 
 
+def _is_channels_last(conv: Call) -> bool:
+    return conv.value.dim() == 5 and torch_private.known_true(conv.value.stride(1) == 1)
+
+
 def _bandwidth_share(conv: Call, add: Call | None, norm: Call, pool: Call) -> float:
     """What the CUDA tail reaches of a copy's bandwidth on an H200, the least over fp32 and bf16, per kind of row: measured, and fitted on
     sweep_h200.json in examples/results. The layout is that of the trace, which Inductor may change."""
     width = torch_private.hint(conv.value.shape[-1])
-    is_channels_last = conv.value.dim() == 5 and torch_private.known_true(conv.value.stride(1) == 1)
     group = math.prod(torch_private.hint(value_of(size)) for size in norm.normalized_shape)
-    if group > MOST_IN_A_BLOCK or (is_channels_last and (len(norm.normalized_shape) > 1 or width > 256)):
+    if group > MOST_IN_A_BLOCK or (_is_channels_last(conv) and (len(norm.normalized_shape) > 1 or width > 256)):
         return 0.07  # statistics in a pass of their own
     if any(stride < size for size, stride in zip(pool.kernel_size, pool.stride)):
         return 0.25  # rows are normalised once for each window that they are in
