@@ -29,7 +29,7 @@ import fxfuse
 # Steps in which the model is compiled and the device gets warm: they are not timed.
 WARM_UP = 3
 SHAPES = ("ball", "box", "shell", "rod")
-# "always": under "auto" chains that need a gradient are left to Inductor. Strict: one that is not fused would be an error.
+# "always": under "auto" chains this small are left to Inductor for their time. Strict: one that is not fused would be an error.
 RUNS = {
     "eager": None,
     "eager, batches in another order": None,

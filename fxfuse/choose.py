@@ -80,12 +80,14 @@ def _by_bytes(cost: Cost, step: str) -> Choice:
 # The H200's, in examples/results: the tails' bandwidth (tails_h200.json), Hopper kernels (headline_h200.json), and, fitted on sweep_h200.json:
 # Inductor's GELUs, `call`, `start` and the rate beside it. In no file: conv_gelu_pool's portable kernels, timed while they were written, and
 # the ceilings (cuBLAS products; fp32 FFMA for ieee), which differ with the run. `launch` is an assumption.
+# Backwards: training_h200.json; `backward_call` is an eighth of what such a step's wall time was longer by, as steps of whole models hide most of it.
 RATES: Mapping[str, Rates] = {
     "NVIDIA H200": Rates(
         bandwidth=4.0e6,
         inductor_bandwidth=4.0e6,
         launch=3.0,
         call=3.5,
+        backward_call=25.0,
         gelus=0.62e6,
         kernels={
             "conv_norm_pool_gelu hopper tf32": Rate(240e6),

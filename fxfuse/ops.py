@@ -19,6 +19,7 @@ TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _differentiated: set[Any] = set()
+_with_kernel: set[tuple[str, str]] = set()
 
 
 def define(schema: str, fake: Callable[..., Any], kernel: Callable[..., Any] | None = None) -> Any:
@@ -39,7 +40,10 @@ def define(schema: str, fake: Callable[..., Any], kernel: Callable[..., Any] | N
 
 def has_kernel(op: Any, device: str) -> bool:
     """Whether a library with a kernel of `op` for a device type, "cpu" or "cuda", is loaded."""
-    return torch_private.has_kernel(op.name(), device)
+    key = op.name(), device
+    if key not in _with_kernel and torch_private.has_kernel(*key):
+        _with_kernel.add(key)  # for good: libraries stay loaded, and asking takes as long as a small kernel
+    return key in _with_kernel
 
 
 def differentiate(op: Any, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None) -> None:

@@ -34,6 +34,7 @@ class Rate:
 class Rates:
     """A measured device. bandwidth, inductor_bandwidth: bytes a microsecond that the ops and Inductor's kernels reach. launch: microseconds a
     kernel costs at least; call: what a call of an op costs beyond that. gelus: how many Inductor's kernels compute in a microsecond.
+    backward_call: what a backward's call must save beside: it is Python, and where a step is short nothing hides the host's time.
 
     kernels: of fused convolutions. ceilings: operations a microsecond, the most that any kernel reaches on the device, by operand.
     """
@@ -45,6 +46,7 @@ class Rates:
     kernels: Mapping[str, Rate]
     ceilings: Mapping[str, float]
     gelus: float = math.inf
+    backward_call: float = 0.0
 
 
 def microseconds(cost: Cost, rates: Rates) -> tuple[float, float]:
@@ -54,7 +56,7 @@ def microseconds(cost: Cost, rates: Rates) -> tuple[float, float]:
     theirs = _inductors(cost.inductor, rates) + convolution
     if cost.backward is None:
         return own, theirs
-    return own + _backward(cost.backward, rates), theirs + _inductors(cost.backward.inductor, rates) + _floors(cost.backward, rates)
+    return own + _backward(cost.backward, rates) + rates.backward_call, theirs + _inductors(cost.backward.inductor, rates) + _floors(cost.backward, rates)
 
 
 def _ops(op: Work, rates: Rates) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,13 +41,19 @@ def through_convolution(
         return found
 
     def inner(arguments: Arguments) -> int:
-        input, weight = (torch.empty(arguments[name].shape, device="meta") for name in ("input", "weight"))
-        return math.prod(convolution(input, weight, *_geometry(arguments)).shape)
+        stride, padding, dilation, transposed, output_padding = _geometry(arguments)
+        geometry = tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding)
+        return _number_of_outputs(arguments["input"].shape, arguments["weight"].shape, geometry)
 
     def is_sample(name: str, arguments: Arguments) -> bool:
         return name == "input" and arguments["input"].dim() == arguments["weight"].dim()
 
     return Backward(gradients, inner, is_sample, kernel=kernel)
+
+
+@functools.lru_cache(maxsize=1024)
+def _number_of_outputs(input: torch.Size, weight: torch.Size, geometry: tuple[Any, ...]) -> int:
+    return math.prod(convolution(*(torch.empty(shape, device="meta") for shape in (input, weight)), *geometry).shape)
 
 
 def _for_library(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,8 +56,11 @@ def define_training(op: Any, backward: Backward) -> Any:
 
     def run_backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
         *values, needs = given
+        arguments = dict(zip(names, values))
+        if not torch.is_autocast_enabled(grad.device.type):
+            return _in_pieces(backward, grad, arguments, tensors, needs)
         with torch.autocast(grad.device.type, enabled=False):
-            return _in_pieces(backward, grad, dict(zip(names, values)), tensors, needs)
+            return _in_pieces(backward, grad, arguments, tensors, needs)
 
     twin = ops.define(f"{name}_training({arguments}) -> Tensor", op, kernel=op)
     of_twin = ops.define(f"{name}_backward(Tensor grad, {arguments}, bool[] needs) -> Tensor[]", fake_backward, kernel=run_backward)
