@@ -13,7 +13,7 @@
 //   portable path, mma.sync:     _plan.cuh tiles, _portable_pack.cuh weights, _portable.cuh kernel, _portable.cu launch
 //   Hopper path, wgmma:          _hopper_plan.cuh tiles, _hopper_pack.cuh weights, _hopper_load.cuh input, _hopper.cuh kernel,
 //                                _hopper.cu launch
-//   gradient, on wgmma's path:   _gradient.cuh kernels, _gradient.cu op
+//   gradient, on wgmma's path:   _gradient.cuh kernel, _gradient_sums.cuh sums of its parts, _gradient.cu op
 //   this file                    choice of the path, workspace, op, registration
 
 #include <cstdlib>

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "conv_gelu_pool_arguments.cuh"
-#include "conv_gelu_pool_gradient.cuh"
+#include "conv_gelu_pool_gradient_sums.cuh"
 
 namespace fxfuse::conv_gelu_pool {
 namespace {

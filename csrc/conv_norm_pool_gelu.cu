@@ -13,7 +13,8 @@
 //   conv_norm_pool_gelu_portable.cuh  the kernel for sm_80 and newer; _stage, _weights, _epilogue: its parts
 //   conv_norm_pool_gelu_hopper.cuh    the kernel for sm_90a and the headline's class; _plan, _load, _epilogue: its parts
 //   conv_norm_pool_gelu_launch.cuh    launches, instantiated by conv_norm_pool_gelu_{tf32,fp32,bf16,fp16,hopper}.cu
-//   this file                         checks, op, registration
+//   conv_norm_pool_gelu_gradient.cuh  gradients of the weights, for that class too; _plan, _sums: its parts; .cu: its op
+//   this file                         choice of the kernel, op, registration
 
 #include <cstdlib>
 #include <string>

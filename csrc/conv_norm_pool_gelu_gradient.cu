@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "conv_norm_pool_gelu_arguments.cuh"
-#include "conv_norm_pool_gelu_gradient.cuh"
+#include "conv_norm_pool_gelu_gradient_sums.cuh"
 
 namespace fxfuse::conv_norm_pool_gelu {
 namespace {

@@ -59,6 +59,19 @@ def test_headline_times_and_errors() -> None:
     assert len(shown) == 8
 
 
+def test_training_times_and_memory() -> None:
+    rows = [row for row in rows_of("training_h200.json") if row["layout"] == "contiguous"]
+    measured = {(r["chain"], r["dtype"], r["precision"], r["contender"]): r for r in rows}
+    shown = table("| chain | dtype | eager, ms")
+    for row in shown:
+        dtype, _, precision = row["dtype"].partition(", ")
+        for name in ("eager", "inductor", "fxfuse"):
+            assert row[f"{name}, ms"] == f"{measured[row['chain'], dtype, precision, name]['gpu_ms']:.2f}"
+        for name in ("inductor", "fxfuse"):
+            assert row[f"{name}, MB"] == f"{measured[row['chain'], dtype, precision, name]['peak_mb']:.0f}"
+    assert len(shown) == 8
+
+
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
