@@ -28,6 +28,8 @@ import fxfuse
 
 # Steps in which the model is compiled and the device gets warm: they are not timed.
 WARM_UP = 3
+# The side of a volume of which both blocks leave the last convolution a pixel.
+LEAST = 12
 SHAPES = ("ball", "box", "shell", "rod")
 # "always": under "auto" chains this small are left to Inductor for their time. Strict: one that is not fused would be an error.
 RUNS = {
@@ -143,12 +145,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="at least 4: the first three are not timed (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="volumes a step (default: %(default)s)")
-    parser.add_argument("--size", type=int, default=16, help="of a volume in each dimension (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=16, help=f"of a volume in each dimension, at least {LEAST} (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="autocast's; float32: none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every loss, steps a second, peak MB and chains fused to this file")
     arguments = parser.parse_args()
     if arguments.steps <= WARM_UP:
         parser.error(f"--steps {arguments.steps} is not at least {WARM_UP + 1}")
+    if arguments.batch < 1 or arguments.size < LEAST:
+        parser.error(f"--batch {arguments.batch} and --size {arguments.size} are not at least 1 and {LEAST}")
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json {arguments.json}: there is no such directory")
     runs = {}
     for name in RUNS:
         print(f"training: {name}", file=sys.stderr)

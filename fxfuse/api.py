@@ -71,7 +71,8 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     example_inputs: needed where the graph holds no example values, or where an input needs a gradient; only their shapes, strides, dtypes, devices
     and requires_grad are read.
     options: `select`, `backward`, `strict`, `passes` as in `fxfuse.options`.
-    Where a chain's result needs a gradient, ops that have one are emitted: call under `torch.no_grad()` for inference.
+    Where a chain's result needs a gradient, ops that have one are emitted. For inference call it under `torch.no_grad()`; a module made so has no
+    gradients, and is not for training.
     Raises OptionError for a bad option, NotFusedError under `strict` for a candidate that is left alone, TypeError where `gm` is not traced.
     """
     if not isinstance(gm, fx.GraphModule):

@@ -64,6 +64,8 @@ def main(arguments: argparse.Namespace) -> int:
     given = {f"fxfuse.{name}": getattr(arguments, name) for name in ("select", "backward", "passes")}
     # An option that is not given leaves the variable in force.
     options, _ = split({name: value for name, value in given.items() if value is not None}, chain_names())
+    if arguments.backward and not arguments.grad:
+        raise CommandError("--backward says something of a training step only: give --grad too")
     expected = _expected(arguments.expect)
     try:
         expect.check(expected)

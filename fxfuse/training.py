@@ -118,8 +118,8 @@ def _like(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 def _no_second_derivative(name: str) -> Callable[..., Any]:
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            f"fxfuse::{name} has a first derivative only, and this differentiates its gradient: use eager, or compile with "
-            'options={"fxfuse.select": "never"}'
+            f"fxfuse::{name} has a first derivative only, and this differentiates its gradient: differentiate the model as it was before it "
+            "was fused"
         )
 
     return refuse

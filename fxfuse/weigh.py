@@ -19,7 +19,8 @@ from .report import Candidate
 INDUCTOR = "inductor"
 # The commonest call of all trains nothing and needs gradients all the same.
 FOR_INFERENCE = (
-    "for inference call the model under torch.no_grad() or torch.inference_mode() (model.eval() alone does not turn gradients off)"
+    "for inference call the model under torch.no_grad() or torch.inference_mode() (model.eval() alone does not turn gradients off); to train with "
+    'it fused all the same set options={"fxfuse.backward": "save"} or "recompute"'
 )
 
 T = TypeVar("T")

@@ -188,6 +188,8 @@ def test_an_interrupted_run_keeps_its_rows_and_can_be_resumed(tmp_path: Path, mo
     assert "[1/1] conv_gelu_pool n1 c32-64 k3 512 bfloat16" in capsys.readouterr().err
     assert main(["bench", *TINY, "--json", str(file), "--resume", "--rounds", "3"]) == 2
     assert "its rounds is 2, now it is 3" in capsys.readouterr().err
+    assert main(["bench", *TINY, "--json", str(file), "--resume", "--contenders", "eager,fxfuse"]) == 2
+    assert "fxfuse was not measured in it; give --contenders as then" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 

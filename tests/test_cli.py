@@ -166,6 +166,7 @@ def test_the_file(model: str) -> None:
         (["mine.py:factory", "--expect", "conv=1"], "--expect: 'conv' is no chain; the chains are conv_gelu_pool, "),
         (["mine.py:factory", "--expect", "conv_gelu_pool=1", "--expect", "conv_gelu_pool=2"], "names a chain twice"),
         (["mine.py:factory", "--passes", "conv"], "fxfuse.passes names 'conv', which is no chain"),
+        (["mine.py:factory", "--backward", "save"], "--backward says something of a training step only: give --grad too"),
         (["mine.py:factory", "--json", "no/folder.json"], "--json no/folder.json: there is no folder no"),
         (["mine.py:factory", "--html", "no/page.html"], "--html no/page.html: there is no folder no"),
         (["mine.py:factory", "--html", "."], "--html . is a folder"),

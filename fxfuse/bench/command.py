@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     device, items = session.prepared(arguments, suite, names)
     split(None, chain_names())  # a model's module may have registered chains, which a variable may name
     result = results.header(suite, device, arguments.rounds, command, arguments.training, arguments.input_gradient)
-    done = results.resume(result, arguments.json) if arguments.resume else set()
+    done = results.resume(result, arguments.json, names) if arguments.resume else set()
     items = {name: measure for name, measure in items.items() if name not in done}
     deadline = None if arguments.seconds is None else start + arguments.seconds
     interrupted = not session.measured(result, items, device, arguments.json, deadline)

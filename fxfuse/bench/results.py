@@ -55,10 +55,10 @@ def commit(checkout: Path) -> str | None:
     return head if same else f"{head}-dirty"
 
 
-def resume(result: dict[str, Any], path: Path) -> set[str]:
+def resume(result: dict[str, Any], path: Path, contenders: Sequence[str]) -> set[str]:
     """Takes the rows and ceilings of an earlier run's file over, if there is one; the names of the workloads that are done.
 
-    Raises BenchError if the file is of another suite, device or version.
+    Raises BenchError if the file is of another suite, device or version, or lacks contenders.
     """
     if not path.exists():
         return set()
@@ -71,6 +71,9 @@ def resume(result: dict[str, Any], path: Path) -> set[str]:
     if different:
         key = different[0]
         raise BenchError(f"{path} cannot be resumed: its {key} is {earlier[key]!r}, now it is {result[key]!r}")
+    measured = {row["contender"] for row in rows if "contender" in row}
+    if missing := [name for name in contenders if measured and name not in measured]:
+        raise BenchError(f"{path} cannot be resumed: {', '.join(missing)} was not measured in it; give --contenders as then, or another file")
     result["rows"], result["ceilings"] = rows, ceilings
     return {name_of(row) for row in rows}
 
