@@ -80,7 +80,8 @@ def _by_bytes(cost: Cost, step: str) -> Choice:
 # The H200's, in examples/results: the tails' bandwidth (tails_h200.json), Hopper kernels (headline_h200.json), and, fitted on sweep_h200.json:
 # Inductor's GELUs, `call`, `start` and the rate beside it. In no file: conv_gelu_pool's portable kernels, timed while they were written, and
 # the ceilings (cuBLAS products; fp32 FFMA for ieee), which differ with the run. `launch` is an assumption.
-# Backwards: training_h200.json; `backward_call` is an eighth of what such a step's wall time was longer by, as steps of whole models hide most of it.
+# Backwards: training_h200.json (the 16-bit ones of conv_norm_pool_gelu from an earlier run, which took 1.15 times as long); `backward_call` is a small
+# part of the .3 to .5 ms that a step of one chain took longer on the host in training_sweep_h200.json, as steps of whole models hide most of it.
 RATES: Mapping[str, Rates] = {
     "NVIDIA H200": Rates(
         bandwidth=4.0e6,

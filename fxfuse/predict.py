@@ -16,8 +16,8 @@ from .cost import BackwardCost, Convolution, Cost, Work
 # With so few input channels no library's kernel came nearer to its floor than about this, in the H200's sweep where that is over 15 us.
 FEW_CHANNELS, OVER_FLOOR = 32, 2.0
 
-# What pieces of the batch add to a convolution's time at most (5 to 10 % for the headline models, whose recomputing in channels_last saves more
-# than that where inputs are contiguous), and how many times their floor cuDNN's forward and gradients took at most but for one (14 times), with 8
+# What pieces of the batch add to a convolution's time (7 to 11 % for conv_norm_pool_gelu's headline model, where recomputing in channels_last saves
+# more than that if inputs are contiguous), and how many times their floor cuDNN's forward and gradients took at most but for one (14 times), with 8
 # and 32 input channels in fp32 and bf16 on an H200: an upper bound of what the pieces add.
 PIECES, MOST_OVER_FLOOR = 0.1, 7.0
 

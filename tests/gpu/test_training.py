@@ -38,7 +38,7 @@ KINDS = [(torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, ""),
 # it makes use of that, and cuts operands off rather than round them: eager may be lucky.
 SMALLEST = {**FLOOR, torch.float32: 2e-6}
 SMALLEST_TF32 = 1e-3
-# Of Inductor's peak memory: it holds the convolution's output and its gradient, recomputing holds a few pieces of 64 MB.
+# Of Inductor's peak memory: it holds the convolution's output and its gradient, recomputing holds a few pieces (`PIECE_BYTES`).
 SAVING = 0.5
 
 
