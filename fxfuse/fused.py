@@ -14,6 +14,9 @@ from .cost import Convolution
 from .conditions import KERNEL_DTYPES, number_of_bytes
 from .view import Call
 
+# By a tensor's rank.
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 # The oldest compute capability, by its major number, that the fused kernels are written for.
 OLDEST_MAJOR = 8
 

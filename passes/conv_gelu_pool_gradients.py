@@ -37,10 +37,30 @@ gelu_pool_input_gradient = ops.define(
     gelu_pool_input_gradient_fake,
 )
 
+def conv_gelu_pool_weight_gradient_fake(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    approximate: str,
+    precision: str,
+    of_weight: torch.Tensor,
+    of_bias: torch.Tensor | None,
+) -> bool:
+    """Writes the gradients of conv_gelu_pool with respect to weight and bias, and says whether it did: the kernel does not take every call.
+
+    grad: [N, C_out] values, contiguous, fp32 or of the input's dtype. of_weight, of_bias: like weight and bias, in any strides.
+    """
+    return True
+
+
 conv_gelu_pool_weight_gradient = ops.define(
     "conv_gelu_pool_weight_gradient(Tensor grad, Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
     "SymInt[] dilation, str approximate, str precision, Tensor(a!) of_weight, Tensor(b!)? of_bias) -> bool",
-    lambda *arguments: True,
+    conv_gelu_pool_weight_gradient_fake,
 )
 
 

@@ -48,12 +48,21 @@ norm_pool_gelu_input_gradient = ops.define(
     norm_pool_gelu_input_gradient_fake,
 )
 
+def conv_norm_pool_gelu_weight_gradient_fake(grad: torch.Tensor, *arguments: Any) -> bool:
+    """Writes the gradients of conv_norm_pool_gelu with respect to weight and norm_weight, and says whether it did: the kernels do not take every call.
+
+    grad: of the output, contiguous, fp32 or of the input's dtype. arguments: the op's but for out_dtype; then of_weight, like weight in any
+    strides; of_norm_weight or None, contiguous; of_values, like grad: of each output the gradient of every normalised value in its window.
+    """
+    return True
+
+
 conv_norm_pool_gelu_weight_gradient = ops.define(
     "conv_norm_pool_gelu_weight_gradient(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor? addend, Tensor? norm_weight, "
     "Tensor? norm_bias, bool transposed, SymInt[] stride, SymInt[] padding, SymInt[] output_padding, float addend_scale, "
     "float addend_value, float eps, int[] pool_size, str approximate, str precision, Tensor(a!) of_weight, Tensor(b!)? of_norm_weight, "
     "Tensor(c!) of_values) -> bool",
-    lambda *arguments: True,
+    conv_norm_pool_gelu_weight_gradient_fake,
 )
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..command import in_a_word
+from ..fused import CHANNELS_LAST
 from ..measure import medians, paired_times_of_plain_calls
-from .workloads import CHANNELS_LAST, LAYOUTS, Kind
+from .workloads import LAYOUTS, Kind
 
 DTYPES = ("float32", "bfloat16", "float16")
 CONV_OUTPUTS = {

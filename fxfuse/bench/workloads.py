@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..fused import CHANNELS_LAST
 from ..headline import HEADLINES
 from .shapes import Shape
 from .sweep import shapes
 
 LAYOUTS = ("contiguous", "channels_last")
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # Elements of a convolution's output from which the training sweep measures a shape: 13 MB in fp32.
 TRAINED_ELEMENTS = 3_250_000
 Built = tuple[nn.Module, tuple[Any, ...]]
