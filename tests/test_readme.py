@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -70,6 +71,18 @@ def test_training_times_and_memory() -> None:
         for name in ("inductor", "fxfuse"):
             assert row[f"{name}, MB"] == f"{measured[row['chain'], dtype, precision, name]['peak_mb']:.0f}"
     assert len(shown) == 8
+
+
+def test_wall_times_of_short_training_steps() -> None:
+    steps: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows_of("training_sweep_h200.json"):
+        steps.setdefault((row["workload"], row["dtype"], row["precision"], row["layout"]), {})[row["contender"]] = row
+    compiled = [step for step in steps.values() if step["inductor"]["failed"] is None]
+    short = [step for step in compiled if step["inductor"]["gpu_ms"] < 0.6]
+    save, recompute = (median(step[f"fxfuse {way}"]["wall_ms"] / step["inductor"]["wall_ms"] for step in short) for way in ("save", "recompute"))
+    text = (ROOT / "README.md").read_text()
+    assert f"{save:.2f} (`save`) and {recompute:.2f} (`recompute`) times Inductor's" in text
+    assert f"the {len(compiled)} shapes of `training_sweep_h200.json` that Inductor compiles" in text
 
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
