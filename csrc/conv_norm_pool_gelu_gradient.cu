@@ -10,7 +10,8 @@
 namespace fxfuse::conv_norm_pool_gelu {
 namespace {
 
-template <Operand operand>
+// G: the type of grad and of_values.
+template <Operand operand, typename G>
 void run(const Tensor& input, const Problem& forward, const Weight& weight, const Weight& of_weight, const std::optional<Tensor>& of_norm_weight,
          const void* grad, void* of_values) {
   using T = DataOf<operand>;
@@ -27,14 +28,14 @@ void run(const Tensor& input, const Problem& forward, const Weight& weight, cons
   p.grad = grad, p.output = of_values;
   launch(input, {ceil_div(forward_plan.packed_bytes / 4, kPackThreads), kPackThreads}, pack_hopper_weight_kernel<operand>, weight,
          reinterpret_cast<uint32_t*>(packed_forward));
-  launch(input, {forward_plan.blocks, kHopperThreads, static_cast<size_t>(forward_plan.shared_bytes), true}, hopper_kernel<operand, true>, p,
+  launch(input, {forward_plan.blocks, kHopperThreads, static_cast<size_t>(forward_plan.shared_bytes), true}, hopper_kernel<operand, G>, p,
          forward_plan, static_cast<const char*>(packed_forward));
   p.grad = of_values;
   launch(input, {ceil_div(kPackedBytes / kChunkBytes, kPackThreads), kPackThreads}, pack_gradient_weight<operand>, weight,
          reinterpret_cast<uint4*>(packed));
-  launch(input, {plan.blocks, kGradientThreads, GradientTile<operand>::kSharedBytes, true}, gradient_kernel<operand>, p, plan,
+  launch(input, {plan.blocks, kGradientThreads, GradientTile<operand>::kSharedBytes, true}, gradient_kernel<operand, G>, p, plan,
          static_cast<const char*>(packed), partials);
-  launch(input, {kJobs * kJobTaps * kOfTap, kSumSlices * 128, 0, true}, sum_weight_gradient<T>, plan, partials, of_weight);
+  launch(input, {kJobs * kJobSums, kSumSlices * 128, 0, true}, sum_weight_gradient<T>, plan, partials, of_weight);
   if (!of_norm_weight) return;
   launch(input, {kNormSums, kSumSlices * 128}, sum_norm_gradient<T>, plan, partials, of_norm_weight->data_ptr(),
          of_norm_weight->scalar_type() == ScalarType::Float);
@@ -57,7 +58,10 @@ bool conv_norm_pool_gelu_weight_gradient(const Tensor& grad, const Tensor& input
   const auto attribute = [&](cudaDeviceAttr a) { return device_attribute(a, input.get_device_index()); };
   if (grad.numel() == 0 || !hopper_takes(p, attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMultiProcessorCount))) return false;
   const Weight from = make_weight(weight, p), to = make_weight(of_weight, p);
-  const auto run_as = [&]<Operand operand>() { run<operand>(input, p, from, to, of_norm_weight, grad.data_ptr(), of_values.data_ptr()); };
+  const auto run_as = [&]<Operand operand>() {
+    const auto run_of = p.output_is_float ? run<operand, float> : run<operand, DataOf<operand>>;
+    run_of(input, p, from, to, of_norm_weight, grad.data_ptr(), of_values.data_ptr());
+  };
   switch (call.operand) {
     case Operand::Tf32: run_as.template operator()<Operand::Tf32>(); return true;
     case Operand::Bf16: run_as.template operator()<Operand::Bf16>(); return true;

@@ -11,119 +11,90 @@
 #pragma once
 
 #include "common/hopper.cuh"
-#include "conv_norm_pool_gelu_gradient_plan.cuh"
+#include "conv_norm_pool_gelu_gradient_load.cuh"
 #include "conv_norm_pool_gelu_hopper.cuh"
 
 namespace fxfuse::conv_norm_pool_gelu {
 
-// packed[tap, in the order of HopperTap][term][chunk][64 output channels][16 bytes].
-template <Operand operand>
-__global__ void __launch_bounds__(kPackThreads) pack_gradient_weight(const __grid_constant__ Weight w, uint4* packed) {
-  using Tile = GradientTile<operand>;
-  using T = DataOf<operand>;
-  constexpr int kOfTerm = Tile::kWeightBytes / kChunkBytes;
-  let_next_kernel_start();
-  for (int i = blockIdx.x * kPackThreads + threadIdx.x; i < kHopperTaps * kOfTerm; i += gridDim.x * kPackThreads) {
-    const int within = i % kOfTerm, channel_out = within % kHopperOutChannels, first_in = within / kHopperOutChannels * Tile::kChunkChannels;
-    const HopperTap tap(i / kOfTerm);
-    const T* from = static_cast<const T*>(w.data) + channel_out * w.stride[0] + first_in * w.stride[1] + tap.kernel_d * w.stride[2] +
-                    tap.kernel_h * w.stride[3] + tap.kernel_w * w.stride[4];
-    T values[Tile::kChunkChannels];
-#pragma unroll
-    for (int c = 0; c < Tile::kChunkChannels; ++c) {
-      values[c] = channel_out < w.out_channels && first_in + c < w.in_channels ? from[c * w.stride[1]] : from_float<T>(0.f);
-    }
-    uint4* const to = packed + i / kOfTerm * Tile::kTerms * kOfTerm + within;
-    if constexpr (Tile::kTerms == 2) split_bf16(values, to[0], to[kOfTerm]);
-    else memcpy(to, values, kChunkBytes);
-  }
-}
-
 #if defined(FXFUSE_HAS_WGMMA)
 
-template <Operand operand>
+// A tile of a warpgroup's walk. plane: the ring's count of plane d; at the end all planes.
+struct GradientPosition {
+  int column, n, first_row, d;
+  uint32_t plane;
+};
+
+// G: the type of the windows' gradients.
+template <Operand operand, typename G>
 struct GradientWalk {
   using Tile = GradientTile<operand>;
   using T = DataOf<operand>;
   using Mma = std::conditional_t<Tile::kTerms == 2, __nv_bfloat16, MmaOf<operand>>;
   using Values = float[Tile::kPixels / 2];
-  static constexpr int kLines = Tile::kRows + 1, kWords = Tile::kPixels / 4;
+  static constexpr int kWords = Tile::kPixels / 4;
   // Of descriptors, which count 16 bytes: what stands above the address, pitch of K in the lower word and of the other dimension in the upper.
   static constexpr uint32_t kCore = kCoreMatrixBytes / kChunkBytes, kChunk = Tile::kChunkPitch / kChunkBytes;
   static constexpr uint32_t kWeightK = uint32_t{Tile::kWeightPitch / kChunkBytes} << 16, kPixelK = kChunk << 16, kGradientK = kCore << 16;
+  static constexpr uint32_t kCopy = Tile::kCopyBytes / kChunkBytes;
 
   const Problem& p;
-  const GradientPlan& plan;
   const GradientJob& job;
+  const ColumnWalk& columns;
+  const HopperBarriers& barriers;
   const float* norm_params;
-  const uint32_t weights, planes;  // shared addresses, in 16 bytes: the job's taps; this warpgroup's two slots
-  float* const norm_sums;          // this thread's, kGradientThreads apart
+  float* const norm_sums;  // this thread's, kConsumerThreads apart
   const int warpgroup;
-  uint32_t raw[kLines][Tile::kChunkChannels];  // a value each, as loaded: pairs of 16 bits would make a load wait for the one before it
 
-  __device__ __forceinline__ int warp() const { return threadIdx.x / kWarpSize % 4; }
-  __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory"); }
+  // ---- the walk ----
 
-  // A warp has the 8 channels of a chunk, a lane the pixels of one column.
-  __device__ __forceinline__ void load(int64_t n, int plane, int first_row) {
-    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, unsigned short>;
-    const int lane = threadIdx.x % kWarpSize, channel = warp() * Tile::kChunkChannels;
-    const int64_t first = n * p.input_stride[0] + channel * p.input_stride[1] + plane * p.input_stride[2] + first_row * p.input_stride[3] +
-                          lane * p.input_stride[4];
-    const Bits* line = static_cast<const Bits*>(p.input) + first;
-    // Addresses by additions alone, which the compiler is kept from undoing: what it takes from constant memory for each, the load waits for.
-    asm volatile("" : "+l"(line));
-    const int rows = plane < p.d.input ? p.h.input - first_row : 0, channels = p.in_channels - channel;
-    const int64_t channel_pitch = p.input_stride[1], row_pitch = p.input_stride[3];
-#pragma unroll
-    for (int row = 0; row < kLines; ++row, line += row_pitch) {
-      const Bits* value = line;
-#pragma unroll
-      for (int c = 0; c < Tile::kChunkChannels; ++c, value += channel_pitch) raw[row][c] = row < rows && c < channels ? __ldg(value) : Bits{0};
+  __device__ __forceinline__ GradientPosition start_of(int column, uint32_t first_plane) const {
+    if (column >= columns.columns || warpgroup >= p.d.input) {
+      const int walked = columns.first < columns.columns ? (columns.columns - 1 - columns.first) / columns.step + 1 : 0;
+      return {columns.columns, 0, 0, p.d.input, static_cast<uint32_t>(walked * columns.planes)};
+    }
+    const int n = column / columns.row_blocks;
+    return {column, n, (column - n * columns.row_blocks) * Tile::kRows, warpgroup, first_plane + warpgroup};
+  }
+
+  __device__ __forceinline__ GradientPosition after(const GradientPosition& at) const {
+    if (at.d + kGradientGroups >= p.d.input) return start_of(at.column + columns.step, at.plane - at.d + columns.planes);
+    return {at.column, at.n, at.first_row, at.d + kGradientGroups, at.plane + kGradientGroups};
+  }
+
+  __device__ __forceinline__ void wait_for_plane(uint32_t plane) const {
+    mbarrier_wait(barriers.plane_full(plane % kPlaneSlots), plane / kPlaneSlots & 1);
+  }
+
+  // Each warpgroup gives back every plane, also those that it does not read.
+  __device__ __forceinline__ void release(uint32_t plane, uint32_t until) const {
+#pragma unroll 1
+    for (; plane != until; ++plane) {
+      wait_for_plane(plane);
+      if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(barriers.plane_empty(plane % kPlaneSlots));
     }
   }
 
-  __device__ __forceinline__ void store(int plane) const {
-    const uint32_t to = planes * kChunkBytes + plane % Tile::kSlots * Tile::kPlaneBytes + warp() * Tile::kChunkPitch;
-#pragma unroll
-    for (int row = 0; row < kLines; ++row) {
-      uint4 words;
-      if constexpr (Tile::kTerms == 2) {
-        float values[Tile::kChunkChannels];
-        uint4 low;
-#pragma unroll
-        for (int c = 0; c < Tile::kChunkChannels; ++c) values[c] = __uint_as_float(raw[row][c]);
-        split_bf16(values, words, low);
-        store_pixel<Tile::kCopyBytes>(to + Tile::kTermBytes + row * Tile::kLineBytes, low);
-      } else {
-        const auto pair = [&](int c) { return raw[row][c] | raw[row][c + 1] << 16; };
-        words = make_uint4(pair(0), pair(2), pair(4), pair(6));
-      }
-      store_pixel<Tile::kCopyBytes>(to + row * Tile::kLineBytes, words);
-    }
-  }
+  // ---- products ----
 
   static __device__ __forceinline__ uint64_t descriptor(uint32_t upper, uint32_t lower) { return uint64_t{upper} << 32 | lower; }
 
   // Where the pixels of a pair lie: its plane and row. Behind that, a tap's copy and a term, of a few constants.
-  __device__ __forceinline__ uint32_t pixels_of(int d, int pair) const {
+  __device__ __forceinline__ uint32_t pixels_of(uint32_t plane, int pair) const {
     const int neighbour_d = job.parity >> 1 ? pair >> (job.parity & 1) : 0, neighbour_h = job.parity & 1 ? pair & 1 : 0;
-    return planes + (d + neighbour_d) % Tile::kSlots * (Tile::kPlaneBytes / kChunkBytes) + neighbour_h * (Tile::kLineBytes / kChunkBytes);
-  }
-  static __device__ __forceinline__ constexpr uint32_t copy_of(int tap_w, int term) {
-    return ((tap_w == 2 ? Tile::kCopyBytes : 0) + term * Tile::kTermBytes) / kChunkBytes;
+    const uint32_t slot = (plane + neighbour_d) % kPlaneSlots;
+    return (barriers.planes + slot * Tile::kPlaneBytes + neighbour_h * Tile::kLineBytes) / kChunkBytes;
   }
 
   // The convolution's output, even and odd columns. Small products come first.
-  __device__ __forceinline__ void multiply(Values& even, Values& odd, int d) const {
+  template <int kAllPairs>
+  __device__ __forceinline__ void multiply(Values& even, Values& odd, uint32_t plane) const {
     constexpr int kProducts = Tile::kTerms == 2 ? 3 : 1;
-    constexpr uint32_t kOfTap = Tile::kTerms * Tile::kWeightBytes / kChunkBytes;
-    const int pairs = job.all_pairs();
-    uint32_t of_pair = weights + kWeightK;
-#pragma unroll 1
-    for (int pair = 0; pair < pairs; ++pair, of_pair += 3 * kOfTap) {
-      const uint32_t pixels = pixels_of(d, pair) + kPixelK;
-      wgmma_fence();
+    constexpr uint32_t kTerm = Tile::kTermBytes / kChunkBytes, kOfTap = Tile::kTerms * Tile::kWeightBytes / kChunkBytes;
+    uint32_t of_pair = barriers.weights / kChunkBytes + kWeightK;
+    wgmma_fence();
+#pragma unroll
+    for (int pair = 0; pair < kAllPairs; ++pair, of_pair += 3 * kOfTap) {
+      const uint32_t pixels = pixels_of(plane, pair) + kPixelK;
 #pragma unroll
       for (int tap_w = 0; tap_w < 3; ++tap_w) {
         auto& columns = tap_w == 0 ? even : odd;
@@ -131,26 +102,28 @@ struct GradientWalk {
         for (int product = 0; product < kProducts; ++product) {
           const int of_weight = kProducts == 3 && product == 1, of_pixels = kProducts == 3 && product == 0;
           const uint32_t a = of_pair + tap_w * kOfTap + of_weight * (Tile::kWeightBytes / kChunkBytes);
-          const uint32_t b = pixels + copy_of(tap_w, of_pixels);
+          const uint32_t b = pixels + (tap_w == 2 ? kCopy : 0) + of_pixels * kTerm;
 #pragma unroll
           for (int k = 0; k < Tile::kChunks / 2; ++k) {
-            const bool is_first = tap_w < 2 && product == 0 && k == 0;
+            const bool is_first = pair == 0 && tap_w < 2 && product == 0 && k == 0;
             wgmma(columns, descriptor(kCore, a + k * (2 * Tile::kWeightPitch / kChunkBytes)), descriptor(kCore, b + k * 2 * kChunk),
-                  is_first ? pair > 0 : 1, Mma{});
+                  !is_first, Mma{});
           }
         }
       }
-      wgmma_commit();
-      wgmma_wait<0>();  // with more under way the compiler, short of registers, would wait for each product
     }
+    wgmma_commit();
+    wgmma_wait<0>();
   }
 
-  // From y and the gradients of its normalised values, which two columns share, to the gradient of y. With z = y - mean, u = norm_weight * grad:
-  // of_y = rstd * (u - mean(u) - z * rstd^2 * mean(u * z)).
-  __device__ __forceinline__ void differentiate(Values& even, Values& odd, const Values& grad, const float (&poison)[2]) const {
+  // From y and the gradients of its normalised values, which two columns share, to the gradient of y. With z = y - mean, s = rstd * grad,
+  // u = norm_weight * s: of_y = u - mean(u) - z * rstd^2 * mean(u * z).
+  __device__ __forceinline__ void differentiate(Values& even, Values& odd, const GradientRows<G, Tile::kRows>& of_windows,
+                                                const float (&poison)[2]) const {
     constexpr int kOfRow = 2 * Tile::kRows;
     constexpr float kInverseWidth = 1.f / (2 * kHopperWidth);
     const int q = threadIdx.x % 4;
+    Values scaled;
     float rstd[kOfRow], mean_u[kOfRow] = {}, mean_uz[kOfRow] = {};
     center_rows<Tile::kRows>(even, odd, rstd, poison, p.eps);
 #pragma unroll
@@ -160,23 +133,23 @@ struct GradientWalk {
 #pragma unroll
       for (int r = 0; r < kOfRow; ++r) {
         const int i = value_index(r, b, 0);
-        const float grad_0 = grad[8 * r + 2 * b], grad_1 = grad[8 * r + 2 * b + 1];
-        mean_u[r] += fmaf(weight.x + weight.y, grad_0, (weight.z + weight.w) * grad_1);
-        mean_uz[r] = fmaf(grad_0, fmaf(weight.x, even[i], weight.y * odd[i]), mean_uz[r]);
-        mean_uz[r] = fmaf(grad_1, fmaf(weight.z, even[i + 1], weight.w * odd[i + 1]), mean_uz[r]);
-        const float scaled_0 = grad_0 * rstd[r], scaled_1 = grad_1 * rstd[r];
-        sums[0] = fmaf(scaled_0, even[i], sums[0]), sums[1] = fmaf(scaled_0, odd[i], sums[1]);
-        sums[2] = fmaf(scaled_1, even[i + 1], sums[2]), sums[3] = fmaf(scaled_1, odd[i + 1], sums[3]);
+        float &first = scaled[8 * r + 2 * b], &second = scaled[8 * r + 2 * b + 1];
+        first = of_windows[8 * r + 2 * b] * rstd[r], second = of_windows[8 * r + 2 * b + 1] * rstd[r];
+        mean_u[r] = fmaf(weight.z + weight.w, second, fmaf(weight.x + weight.y, first, mean_u[r]));
+        mean_uz[r] = fmaf(first, fmaf(weight.x, even[i], weight.y * odd[i]), mean_uz[r]);
+        mean_uz[r] = fmaf(second, fmaf(weight.z, even[i + 1], weight.w * odd[i + 1]), mean_uz[r]);
+        sums[0] = fmaf(first, even[i], sums[0]), sums[1] = fmaf(first, odd[i], sums[1]);
+        sums[2] = fmaf(second, even[i + 1], sums[2]), sums[3] = fmaf(second, odd[i + 1], sums[3]);
       }
       if (job.sums_norm()) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) norm_sums[(4 * b + j) * kGradientThreads] += sums[j];
+        for (int j = 0; j < 4; ++j) norm_sums[(4 * b + j) * kConsumerThreads] += sums[j];
       }
     }
 #pragma unroll
     for (int r = 0; r < kOfRow; ++r) {
-      mean_u[r] = warp_sum(mean_u[r], 4) * kInverseWidth * rstd[r];
-      mean_uz[r] = warp_sum(mean_uz[r], 4) * kInverseWidth * rstd[r] * rstd[r] * rstd[r];
+      mean_u[r] = warp_sum(mean_u[r], 4) * kInverseWidth;
+      mean_uz[r] = warp_sum(mean_uz[r], 4) * kInverseWidth * rstd[r] * rstd[r];
     }
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
@@ -185,9 +158,9 @@ struct GradientWalk {
       for (int r = 0; r < kOfRow; ++r) {
         const auto of_y = [&](float& z, float weight, float scaled) { z = fmaf(-z, mean_uz[r], fmaf(weight, scaled, -mean_u[r])); };
         const int i = value_index(r, b, 0);
-        const float scaled_0 = grad[8 * r + 2 * b] * rstd[r], scaled_1 = grad[8 * r + 2 * b + 1] * rstd[r];
-        of_y(even[i], weight.x, scaled_0), of_y(odd[i], weight.y, scaled_0);
-        of_y(even[i + 1], weight.z, scaled_1), of_y(odd[i + 1], weight.w, scaled_1);
+        const float first = scaled[8 * r + 2 * b], second = scaled[8 * r + 2 * b + 1];
+        of_y(even[i], weight.x, first), of_y(odd[i], weight.y, first);
+        of_y(even[i + 1], weight.z, second), of_y(odd[i + 1], weight.w, second);
       }
     }
   }
@@ -201,12 +174,18 @@ struct GradientWalk {
     }
   }
 
+  // The taps of a pair: the even columns' one, and both of the odd columns as one product, whose N runs over chunks of 8 channels and, in
+  // each, over the two copies of the pixels.
+  struct PairSums {
+    float even[kOfTap], odd[2 * kOfTap];
+  };
+
   template <int kPairs>
-  __device__ __forceinline__ void add_gradient(float (&acc)[3 * kPairs][kOfTap], const Values& even, const Values& odd, int d) const {
-    constexpr uint32_t kStepPixels = 16;
+  __device__ __forceinline__ void add_gradient(PairSums (&sums)[kPairs], const Values& even, const Values& odd, uint32_t plane) const {
+    constexpr uint32_t kStepPixels = 16, kTerm = Tile::kTermBytes / kChunkBytes;
     uint32_t pixels[kPairs];
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) pixels[i] = pixels_of(d, job.first_pair + i) + kGradientK;
+    for (int i = 0; i < kPairs; ++i) pixels[i] = pixels_of(plane, job.first_pair + i) + kGradientK;
     uint32_t even_high[kWords], even_low[kWords], odd_high[kWords], odd_low[kWords];
     to_operand(even, even_high, even_low);
     to_operand(odd, odd_high, odd_low);
@@ -216,11 +195,10 @@ struct GradientWalk {
 #pragma unroll
       for (int step = 0; step < Tile::kPixels / 16; ++step) {
 #pragma unroll
-        for (int tap = 0; tap < 3 * kPairs; ++tap) {
-          const int tap_w = tap % 3;
-          const uint64_t b = descriptor(kChunk, pixels[tap / 3] + (copy_of(tap_w, product == 0) + step * kStepPixels));
-          if (product == 1) wgmma(acc[tap], (tap_w == 0 ? even_low : odd_low) + 4 * step, b, 1, Mma{});
-          else wgmma(acc[tap], (tap_w == 0 ? even_high : odd_high) + 4 * step, b, 1, Mma{});
+        for (int i = 0; i < kPairs; ++i) {
+          const uint32_t b = pixels[i] + (product == 0 ? kTerm : 0) + step * kStepPixels;
+          wgmma(sums[i].even, (product == 1 ? even_low : even_high) + 4 * step, descriptor(kChunk, b), 1, Mma{});
+          wgmma(sums[i].odd, (product == 1 ? odd_low : odd_high) + 4 * step, descriptor(kCopy, b), 1, Mma{});
         }
       }
     }
@@ -228,83 +206,78 @@ struct GradientWalk {
     wgmma_wait<0>();
   }
 
-  // partials: of this warpgroup, [tap][sum][thread].
-  template <int kPairs>
-  __device__ __forceinline__ void run(int first_column, int num_walkers, float* partials) {
-    float acc[3 * kPairs][kOfTap] = {};
+  // partials: of this warpgroup, [pair][even, then odd sums][thread].
+  template <int kAllPairs, int kPairs = kAllPairs < kJobPairs ? kAllPairs : kJobPairs>
+  __device__ __forceinline__ void run(float* partials) const {
+    PairSums sums[kPairs] = {};
     Values even, odd;
-    const int channel = warp() * 16 + threadIdx.x % kWarpSize / 4;
+    GradientRows<G, Tile::kRows> of_windows;
+    const int channel = threadIdx.x / kWarpSize % 4 * 16 + threadIdx.x % kWarpSize / 4;
     const float poison[2] = {poison_of<T>(p, channel), poison_of<T>(p, channel + 8)};
-    for (int64_t column = first_column; column < plan.columns; column += num_walkers) {
-      const int64_t n = column / plan.row_blocks;
-      const int first_row = static_cast<int>(column - n * plan.row_blocks) * Tile::kRows;
-      load(n, 0, first_row), store(0);
-      load(n, 1, first_row), store(1);
-      fence_async_proxy();
-      sync();
-#pragma unroll 1
-      for (int d = 0; d < p.d.input; ++d) {
-        Values grad;
-        GradientRows<T, Tile::kRows> of_windows;
-        // What these bring is used behind the products.
-        load(n, d + 2, first_row);
-        of_windows.load(p, n, channel, d, first_row);
-        multiply(even, odd, d);
-        of_windows.convert(p, grad);
-        differentiate(even, odd, grad, poison);
-        add_gradient<kPairs>(acc, even, odd, d);
-        sync();
-        store(d + 2);
-        fence_async_proxy();
-        sync();
-      }
+    GradientPosition at = start_of(columns.first, 0);
+    release(0, at.plane);
+    of_windows.load(p, at.n, channel, at.d, at.first_row);
+    while (at.column < columns.columns) {
+      wait_for_plane(at.plane);
+      if (job.parity >> 1) wait_for_plane(at.plane + 1);
+      multiply<kAllPairs>(even, odd, at.plane);
+      differentiate(even, odd, of_windows, poison);
+      const GradientPosition next = after(at);
+      // Early, so that nothing waits for them, where registers hold them beside operands of two terms' size.
+      if constexpr (Tile::kTerms == 1) of_windows.load(p, next.n, channel, next.d, next.first_row);
+      add_gradient<kPairs>(sums, even, odd, at.plane);
+      if constexpr (Tile::kTerms == 2) of_windows.load(p, next.n, channel, next.d, next.first_row);
+      release(at.plane, next.plane);
+      at = next;
     }
 #pragma unroll
-    for (int tap = 0; tap < 3 * kPairs; ++tap) {
-#pragma unroll
-      for (int i = 0; i < kOfTap; ++i) partials[(tap * kOfTap + i) * 128 + threadIdx.x % 128] = acc[tap][i];
+    for (int i = 0; i < kPairs * 3 * kOfTap; ++i) {
+      const PairSums& of_pair = sums[i / (3 * kOfTap)];
+      const int within = i % (3 * kOfTap);
+      partials[i * 128 + threadIdx.x % 128] = within < kOfTap ? of_pair.even[within % kOfTap] : of_pair.odd[(within - kOfTap + 2 * kOfTap) % (2 * kOfTap)];
     }
   }
 };
 
 #endif
 
-constexpr int kWalkerPartials = (kJobTaps * kOfTap + kNormSums) * 128;  // floats of a warpgroup: its taps' sums, then the norm's
+constexpr int kWalkerPartials = (kJobSums + kNormSums) * 128;  // floats of a warpgroup: its taps' sums, then the norm's
 
-template <Operand operand>
+template <Operand operand, typename G>
 __global__ void __launch_bounds__(kGradientThreads, 1)
 gradient_kernel(const __grid_constant__ Problem p, const __grid_constant__ GradientPlan plan, const char* __restrict__ packed, float* partials) {
 #if defined(FXFUSE_HAS_WGMMA)
   using Tile = GradientTile<operand>;
   extern __shared__ __align__(128) char gradient_memory[];
-  float* const norm_params = reinterpret_cast<float*>(gradient_memory);
-  float* const norm_sums = reinterpret_cast<float*>(gradient_memory + Tile::kHeaderBytes) + threadIdx.x;
-  const uint32_t weights = shared_address(gradient_memory) + Tile::kHeaderBytes + Tile::kNormSumBytes;
+  const uint32_t planes = shared_address(gradient_memory) + Tile::kHeaderBytes + Tile::kNormSumBytes;
+  const HopperBarriers barriers{shared_address(gradient_memory), planes, planes + kPlaneSlots * Tile::kPlaneBytes};
+  float* const norm_params = reinterpret_cast<float*>(gradient_memory + HopperBarriers::kBytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  const uint32_t planes = weights + Tile::kMostTaps * Tile::kTerms * Tile::kWeightBytes + warpgroup * Tile::kSlots * Tile::kPlaneBytes;
   int job_idx = 0;
   while (job_idx < kJobs - 1 && static_cast<int>(blockIdx.x) >= plan.jobs[job_idx + 1].first_block) ++job_idx;
   const GradientJob& job = plan.jobs[job_idx];
+  const ColumnWalk columns{static_cast<int>(blockIdx.x) - job.first_block, job.blocks, plan.columns, plan.row_blocks, p.d.input + 1};
 
+  if (threadIdx.x == 0) barriers.init(1);
   stage_hopper_norm_params<DataOf<operand>>(p, norm_params);
-#pragma unroll
-  for (int i = 0; i < kNormSums; ++i) norm_sums[i * kGradientThreads] = 0.f;
-  wait_for_previous_kernel();
-  const int bytes = 3 * job.all_pairs() * Tile::kTerms * Tile::kWeightBytes;
-  const char* const from = packed + job.first_tap() * Tile::kTerms * Tile::kWeightBytes;
-  for (int i = threadIdx.x * kChunkBytes; i < bytes; i += kGradientThreads * kChunkBytes) cp_async_16(weights + i, from + i);
-  cp_async_commit();
-  cp_async_wait<0>();
-  fence_async_proxy();
   __syncthreads();
-
-  GradientWalk<operand> walk{p, plan, job, norm_params, weights / kChunkBytes, planes / kChunkBytes, norm_sums, warpgroup};
-  const int walker = (blockIdx.x - job.first_block) * kGradientGroups + warpgroup, walkers = job.blocks * kGradientGroups;
-  float* const to = partials + int64_t{blockIdx.x * kGradientGroups + warpgroup} * kWalkerPartials;
-  if (job.pairs == 1) walk.template run<1>(walker, walkers, to);
-  else walk.template run<2>(walker, walkers, to);
+  if (warpgroup == kGradientGroups) {
+    give_registers<40>();
+    produce_gradient_operands<operand>(p, job, columns, barriers, packed);
+  } else {
+    take_registers<232>();
+    float* const norm_sums = reinterpret_cast<float*>(gradient_memory + Tile::kHeaderBytes) + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < kNormSums; ++i) to[(kJobTaps * kOfTap + i) * 128 + threadIdx.x % 128] = norm_sums[i * kGradientThreads];
+    for (int i = 0; i < kNormSums; ++i) norm_sums[i * kConsumerThreads] = 0.f;
+    mbarrier_wait(barriers.weights_full(0), 0);
+    const GradientWalk<operand, G> walk{p, job, columns, barriers, norm_params, norm_sums, warpgroup};
+    float* const to = partials + int64_t{blockIdx.x * kGradientGroups + warpgroup} * kWalkerPartials;
+    if (job.all_pairs() == 1) walk.template run<1>(to);
+    else if (job.all_pairs() == 2) walk.template run<2>(to);
+    else walk.template run<4>(to);
+#pragma unroll
+    for (int i = 0; i < kNormSums; ++i) to[(kJobSums + i) * 128 + threadIdx.x % 128] = norm_sums[i * kConsumerThreads];
+  }
 #endif
 }
 

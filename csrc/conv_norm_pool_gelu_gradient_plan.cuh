@@ -5,22 +5,24 @@
 
 namespace fxfuse::conv_norm_pool_gelu {
 
-constexpr int kGradientGroups = 2, kGradientThreads = kGradientGroups * 128;  // warpgroups, each with columns and planes of its own
-constexpr int kJobs = 5, kJobTaps = 6, kOfTap = kHopperInChannels / 2;         // a thread's sums of a tap
+constexpr int kGradientGroups = 2, kConsumerThreads = kGradientGroups * 128;  // warpgroups that multiply: planes d and d + 1 in turns
+constexpr int kGradientThreads = kConsumerThreads + 128;                       // and one that brings planes
+constexpr int kJobs = 5, kJobPairs = 2, kOfTap = kHopperInChannels / 2;        // a thread's sums of a tap
+constexpr int kJobSums = kJobPairs * 3 * kOfTap;
 constexpr int kNormSums = kHopperWidth / 2;                                    // a thread's sums of the norm's weight
 
 // Shared memory. Terms: in fp32 the two bf16 parts. A tile has 64 output channels x 2 rows of 32 pixels; planes as in HopperTile.
 template <Operand operand>
 struct GradientTile {
   static constexpr int kTerms = sizeof(DataOf<operand>) == 4 ? 2 : 1;
-  static constexpr int kRows = 2, kPixels = kRows * kHopperWidth, kChunkChannels = 8, kChunks = kHopperInChannels / kChunkChannels, kSlots = 2;
+  static constexpr int kRows = 2, kPixels = kRows * kHopperWidth, kChunkChannels = 8, kChunks = kHopperInChannels / kChunkChannels;
   static constexpr int kLineBytes = kHopperWidth * kChunkBytes, kCopyBytes = (kRows + 1) * kLineBytes, kChunkPitch = 2 * kCopyBytes;
   static constexpr int kTermBytes = kChunks * kChunkPitch, kPlaneBytes = kTerms * kTermBytes;
   static constexpr int kWeightPitch = kHopperOutChannels * kChunkBytes, kWeightBytes = kChunks * kWeightPitch;  // of a tap's term
-  static constexpr int kMostTaps = 12, kNormSumBytes = kNormSums * kGradientThreads * static_cast<int>(sizeof(float));
-  static constexpr int kHeaderBytes = 1024;  // the norm's parameters
+  static constexpr int kMostTaps = 12, kNormSumBytes = kNormSums * kConsumerThreads * static_cast<int>(sizeof(float));
+  static constexpr int kHeaderBytes = 1024;  // barriers, the norm's parameters
   static constexpr int kSharedBytes =
-      kHeaderBytes + kNormSumBytes + kMostTaps * kTerms * kWeightBytes + kGradientGroups * kSlots * kPlaneBytes;
+      kHeaderBytes + kNormSumBytes + kMostTaps * kTerms * kWeightBytes + kPlaneSlots * kPlaneBytes;
   static_assert(kSharedBytes <= HopperTile<operand>::kMostBytes);
 };
 
@@ -39,20 +41,19 @@ struct GradientJob {
 
 struct GradientPlan {
   GradientJob jobs[kJobs];
-  int row_blocks, blocks;
-  int64_t columns;
+  int row_blocks, columns, blocks;
 
   __host__ __device__ int warpgroups() const { return blocks * kGradientGroups; }
 };
 
-// Blocks by what a tile costs a job: its arithmetic, and 3 taps of output and of gradient a pair, on an H200 about in these proportions.
+// Blocks by what a tile costs a job: its arithmetic, and 3 taps of output and of gradient a pair, in cycles of an H200 about so.
 template <Operand operand>
 GradientPlan make_gradient_plan(const Problem& p, int num_processors) {
-  constexpr double kArithmetic = GradientTile<operand>::kTerms == 2 ? 1700 : 1400;
-  constexpr double kOutput = GradientTile<operand>::kTerms == 2 ? 600 : 200, kGradient = GradientTile<operand>::kTerms == 2 ? 900 : 300;
-  GradientPlan plan{.jobs = {{0, 0, 1}, {1, 0, 2}, {2, 0, 2}, {3, 0, 2}, {3, 2, 2}}, .row_blocks = 0, .blocks = num_processors, .columns = 0};
+  constexpr bool kHasTerms = GradientTile<operand>::kTerms == 2;
+  constexpr double kArithmetic = 4100, kOutput = kHasTerms ? 1100 : 380, kGradient = kHasTerms ? 1250 : 430;
+  GradientPlan plan{.jobs = {{0, 0, 1}, {1, 0, 2}, {2, 0, 2}, {3, 0, 2}, {3, 2, 2}}, .row_blocks = 0, .columns = 0, .blocks = num_processors};
   plan.row_blocks = static_cast<int>(ceil_div(p.h.input, GradientTile<operand>::kRows));
-  plan.columns = p.num_n * plan.row_blocks;
+  plan.columns = static_cast<int>(p.num_n * plan.row_blocks);
   double all = 0;
   const auto cost = [&](const GradientJob& job) { return kArithmetic + kOutput * job.all_pairs() + kGradient * job.pairs; };
   for (const GradientJob& job : plan.jobs) all += cost(job);

@@ -21,18 +21,22 @@ __device__ __forceinline__ float sum_of_walkers(const float* value, int first, i
   return sum;
 }
 
-// A block for each sum of a job's tap; a thread of its first slice has one (output channel, input channel).
+// A block for each of a thread's sums in a job; a thread of its first slice has one (output channel, input channel) of a tap.
 template <typename T>
 __global__ void __launch_bounds__(kSumSlices * 128)
 sum_weight_gradient(const __grid_constant__ GradientPlan plan, const float* partials, const __grid_constant__ Weight to) {
-  const int i = blockIdx.x % kOfTap, tap_idx = blockIdx.x / kOfTap % kJobTaps, thread = threadIdx.x % 128, lane = thread % kWarpSize;
-  const GradientJob& job = plan.jobs[blockIdx.x / kOfTap / kJobTaps];
-  if (tap_idx >= 3 * job.pairs) return;
+  const int sum_idx = blockIdx.x % kJobSums, pair = sum_idx / (3 * kOfTap), i = sum_idx % (3 * kOfTap);
+  const int thread = threadIdx.x % 128, lane = thread % kWarpSize;
+  const GradientJob& job = plan.jobs[blockIdx.x / kJobSums];
+  if (pair >= job.pairs) return;
   wait_for_previous_kernel();
-  const float sum = sum_of_walkers(partials + (tap_idx * kOfTap + i) * 128 + thread, job.first_block * kGradientGroups, job.blocks * kGradientGroups);
-  const int channel_out = thread / kWarpSize * 16 + i / 2 % 2 * 8 + lane / 4, channel_in = i / 4 * 8 + lane % 4 * 2 + i % 2;
+  const float sum = sum_of_walkers(partials + sum_idx * 128 + thread, job.first_block * kGradientGroups, job.blocks * kGradientGroups);
+  const bool is_odd = i >= kOfTap;
+  const int group = is_odd ? (i - kOfTap) / 4 : i / 4;  // of 8 columns of N: a chunk's, for odd taps one of its two copies
+  const int tap_w = is_odd ? 1 + group % 2 : 0, chunk = is_odd ? group / 2 : group;
+  const int channel_out = thread / kWarpSize * 16 + i / 2 % 2 * 8 + lane / 4, channel_in = chunk * 8 + lane % 4 * 2 + i % 2;
   if (threadIdx.x >= 128 || channel_out >= to.out_channels || channel_in >= to.in_channels) return;
-  const HopperTap tap(job.first_tap() + 3 * job.first_pair + tap_idx);
+  const HopperTap tap(job.first_tap() + 3 * (job.first_pair + pair) + tap_w);
   static_cast<T*>(const_cast<void*>(to.data))[channel_out * to.stride[0] + channel_in * to.stride[1] + tap.kernel_d * to.stride[2] +
                                               tap.kernel_h * to.stride[3] + tap.kernel_w * to.stride[4]] = from_float<T>(sum);
 }
@@ -47,7 +51,7 @@ sum_norm_gradient(const __grid_constant__ GradientPlan plan, const float* partia
   float sum = 0.f;
   for (const GradientJob& job : plan.jobs) {
     if (!job.sums_norm()) continue;
-    sum += sum_of_walkers(partials + (kJobTaps * kOfTap + i) * 128 + thread, job.first_block * kGradientGroups, job.blocks * kGradientGroups);
+    sum += sum_of_walkers(partials + (kJobSums + i) * 128 + thread, job.first_block * kGradientGroups, job.blocks * kGradientGroups);
   }
   if (threadIdx.x < 128) sums[thread] = sum;
   __syncthreads();

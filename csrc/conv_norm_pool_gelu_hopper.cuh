@@ -81,11 +81,12 @@ __device__ __forceinline__ void multiply_parity(Columns<operand>& even, Columns<
   if (!Tile::kResident && is_first_lane) mbarrier_arrive(barriers.weights_empty(unreleased));
 }
 
-// kGradient: instead of the output, the gradient of each value of a pool window goes into `p.output`.
-template <Operand operand, bool kGradient>
+// Grad: void, or of which type `p.grad` is: instead of the output, the gradient of each value of a pool window then goes into `p.output`.
+template <Operand operand, typename Grad>
 __device__ __forceinline__ void consume(const Problem& p, const HopperPlan& plan, const HopperBarriers& barriers, const float* norm_params,
                                         int warpgroup) {
   using Tile = HopperTile<operand>;
+  constexpr bool kIsGradient = !std::is_void_v<Grad>;
   const int lane = threadIdx.x % kWarpSize, channel = threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
   const bool is_first_lane = lane == 0;
   const float poison[2] = {poison_of<DataOf<operand>>(p, channel), poison_of<DataOf<operand>>(p, channel + 8)};
@@ -95,14 +96,15 @@ __device__ __forceinline__ void consume(const Problem& p, const HopperPlan& plan
   if (Tile::kTerms == 1 && warpgroup == 1) give_turn(warpgroup);
   if (Tile::kResident) mbarrier_wait(barriers.weights_full(0), 0);
   uint32_t planes_before = 0;
-  for (int64_t column = blockIdx.x; column < plan.columns; column += gridDim.x, planes_before += 2 * tiles + 1) {
-    const int64_t n = column / plan.row_blocks;
-    const int first_row = static_cast<int>(column - n * plan.row_blocks) * Tile::kRows;
+  for (int column = blockIdx.x; column < plan.columns; column += gridDim.x, planes_before += 2 * tiles + 1) {
+    const int n = column / plan.row_blocks, first_row = (column - n * plan.row_blocks) * Tile::kRows;
     // Each plane is released by both warpgroups, also the column's first and last, which one of them does not read.
     if (warpgroup == 1 && is_first_lane) mbarrier_arrive(barriers.plane_empty(planes_before % kPlaneSlots));
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-      const uint32_t first_plane = planes_before + 2 * tile + warpgroup;
+      const int d = 2 * tile + warpgroup;
+      const uint32_t first_plane = planes_before + d;
+      if constexpr (kIsGradient) prefetch_gradient<Grad, Tile::kRows>(p, n, d, first_row);
 #pragma unroll
       for (int i = 0; i < Tile::kPixels / 2; ++i) pooled[i] = 0.f;
 #pragma unroll 1
@@ -116,16 +118,16 @@ __device__ __forceinline__ void consume(const Problem& p, const HopperPlan& plan
         add_normalised_rows<Tile::kRows>(even, odd, pooled, poison, norm_params, p.eps);
       }
       average_windows(pooled, norm_params + 2 * kHopperWidth);
-      if constexpr (kGradient) apply_gelu_gradient<DataOf<operand>, Tile::kRows>(p, pooled, n, channel, 2 * tile + warpgroup, first_row);
+      if constexpr (kIsGradient) apply_gelu_gradient<Grad, Tile::kRows>(p, pooled, n, channel, d, first_row);
       else apply_gelu<operand>(pooled, p.gelu_is_tanh);
-      store_rows<DataOf<operand>, Tile::kRows>(p, pooled, n, channel, 2 * tile + warpgroup, first_row);
+      store_rows<DataOf<operand>, Tile::kRows>(p, pooled, n, channel, d, first_row);
     }
   }
 }
 
 #endif
 
-template <Operand operand, bool kGradient = false>
+template <Operand operand, typename Grad = void>
 __global__ void __launch_bounds__(kHopperThreads, 1)
 hopper_kernel(const __grid_constant__ Problem p, const __grid_constant__ HopperPlan plan, const char* __restrict__ packed) {
 #if defined(FXFUSE_HAS_WGMMA)
@@ -143,10 +145,12 @@ hopper_kernel(const __grid_constant__ Problem p, const __grid_constant__ HopperP
     if (threadIdx.x == 3 * 128) produce_weights<operand>(p, plan, barriers, packed);
   } else if (warpgroup == 2) {
     give_registers<(Tile::kTerms == 2 ? 56 : 40)>();
-    produce_planes<operand>(p, plan, barriers);
+    const ColumnWalk walk{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), plan.columns, plan.row_blocks, (p.d.input + 1) / 2 * 2 + 1};
+    produce_planes<Tile, (Tile::kRows + 2) / 2, DataOf<operand>>(
+        p, walk, barriers, [](uint32_t line, const auto& value) { store_operand_line<operand>(line, value); });
   } else {
     take_registers<(Tile::kTerms == 2 ? 216 : 224)>();
-    consume<operand, kGradient>(p, plan, barriers, norm_params, warpgroup);
+    consume<operand, Grad>(p, plan, barriers, norm_params, warpgroup);
   }
 #endif
 }

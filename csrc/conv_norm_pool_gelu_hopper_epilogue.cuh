@@ -137,65 +137,66 @@ __device__ __forceinline__ void store_rows(const Problem& p, const float (&value
   });
 }
 
-template <typename T>
-__device__ __forceinline__ float2 load_pair(const void* from, int64_t element) {
-  Vec<T, 2> pair;
-  pair.load(static_cast<const T*>(from) + element);
-  return {pair[0], pair[1]};
-}
-
-template <typename T>
-__device__ __forceinline__ float2 gradient_pair(const Problem& p, int64_t element) {
-  return p.output_is_float ? load_pair<float>(p.grad, element) : load_pair<T>(p.grad, element);
-}
-
-// The same rows of `p.grad`, as they lie in memory until they are used: nothing waits for them before. What does not exist is 0.
-template <typename T, int kRows>
+// The same rows of `p.grad`, whose elements are of type G; what does not exist is 0. As they lie in memory until they are used: nothing waits
+// for them before.
+template <typename G, int kRows>
 struct GradientRows {
-  uint32_t words[16 * kRows];  // a pair of 16 bits takes the first of two
+  static constexpr int kWords = sizeof(G) / 2;  // of a pair
+  uint32_t words[8 * kRows * kWords];
 
-  __device__ __forceinline__ void load(const Problem& p, int64_t n, int channel, int d, int first_row) {
+  __device__ __forceinline__ void load(const Problem& p, int n, int channel, int d, int first_row) {
 #pragma unroll
     for (uint32_t& word : words) word = 0;
     at_rows<kRows>(p, n, channel, d, first_row, [&](int r, int64_t element) {
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
-        uint32_t& word = words[8 * r + 2 * b];
-        if (sizeof(T) == 4 || p.output_is_float) {
-          const uint2 pair = *reinterpret_cast<const uint2*>(static_cast<const float*>(p.grad) + element + 8 * b);
-          word = pair.x, words[8 * r + 2 * b + 1] = pair.y;
+        const G* const from = static_cast<const G*>(p.grad) + element + 8 * b;
+        uint32_t* const to = words + (4 * r + b) * kWords;
+        if constexpr (kWords == 1) {
+          *to = *reinterpret_cast<const uint32_t*>(from);
         } else {
-          word = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(p.grad) + element + 8 * b);
+          const uint2 pair = *reinterpret_cast<const uint2*>(from);
+          to[0] = pair.x, to[1] = pair.y;
         }
       }
     });
   }
 
-  __device__ __forceinline__ void convert(const Problem& p, float (&values)[16 * kRows]) const {
-#pragma unroll
-    for (int i = 0; i < 16 * kRows; i += 2) {
-      if (sizeof(T) == 4 || p.output_is_float) {
-        values[i] = __uint_as_float(words[i]), values[i + 1] = __uint_as_float(words[i + 1]);
-      } else {
-        Vec<T, 2> pair;
-        memcpy(&pair, &words[i], sizeof pair);
-        values[i] = pair[0], values[i + 1] = pair[1];
-      }
-    }
+  // Value i of the tile, in the order of `pooled`.
+  __device__ __forceinline__ float operator[](int i) const {
+    Vec<G, 2> pair;
+    memcpy(&pair, words + i / 2 * kWords, sizeof pair);
+    return pair[i % 2];
   }
 };
 
-// x of a window to the gradient of each of its values: grad * gelu'(x) / size.
-template <typename T, int kRows>
-__device__ __forceinline__ void apply_gelu_gradient(const Problem& p, float (&pooled)[16 * kRows], int64_t n, int channel, int d, int first_row) {
+// Brings the gradients of a warpgroup's tile to the L2 cache, half the rows of a channel by each thread.
+template <typename G, int kRows>
+__device__ __forceinline__ void prefetch_gradient(const Problem& p, int n, int d, int first_row) {
+  const int channel = threadIdx.x % 128 / 2;
+  if (channel >= p.out_channels || d >= p.d.input) return;
+#pragma unroll
+  for (int i = 0; i < kRows / 2; ++i) {
+    const int row = first_row + threadIdx.x % 2 * (kRows / 2) + i;
+    if (row >= p.h.input) return;
+    const int64_t line = ((int64_t{n} * p.out_channels + channel) * p.d.input + d) * p.h.input + row;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const G*>(p.grad) + line * kHopperWidth));
+  }
+}
+
+// x of a window to the gradient of each of its values: grad * gelu'(x) / size. A row at a time: registers hold no tile of gradients here.
+template <typename G, int kRows>
+__device__ __forceinline__ void apply_gelu_gradient(const Problem& p, float (&pooled)[16 * kRows], int n, int channel, int d, int first_row) {
   at_rows<kRows>(p, n, channel, d, first_row, [&](int r, int64_t element) {
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-      const float2 grad = gradient_pair<T>(p, element + 8 * b);
-      const auto differentiate = [&](float& x, float grad) {
-        x = grad * (kInverseWindow * (p.gelu_is_tanh ? gelu_derivative<true>(x) : gelu_derivative<false>(x)));
-      };
-      differentiate(pooled[8 * r + 2 * b], grad.x), differentiate(pooled[8 * r + 2 * b + 1], grad.y);
+      Vec<G, 2> grad;
+      grad.load(static_cast<const G*>(p.grad) + element + 8 * b);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& x = pooled[8 * r + 2 * b + e];
+        x = grad[e] * (kInverseWindow * (p.gelu_is_tanh ? gelu_derivative<true>(x) : gelu_derivative<false>(x)));
+      }
     }
   });
 }

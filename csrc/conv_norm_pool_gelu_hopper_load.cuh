@@ -84,7 +84,7 @@ __device__ __forceinline__ void produce_weights(const Problem& p, const HopperPl
     }
   } else {
     WeightCursor<operand> cursor;
-    for (int64_t column = blockIdx.x; column < plan.columns; column += gridDim.x) {
+    for (int column = blockIdx.x; column < plan.columns; column += gridDim.x) {
       for (int tile = 0; tile < (p.d.input + 1) / 2; ++tile) {
         for (int i = 0; i < Tile::kTileStages; ++i, cursor.advance()) {
           mbarrier_wait(barriers.weights_empty(cursor.stage), cursor.parity ^ 1);
@@ -111,76 +111,85 @@ __device__ __forceinline__ void store_pixel(uint32_t line, const uint4& words) {
                make_uint4(words.x & keep, words.y & keep, words.z & keep, words.w & keep));
 }
 
-// A warp's share of a plane: 8 input channels, as one chunk of 16 bits or two of fp32; lane = pixel, so that every load of contiguous
-// input is one line and every store without conflict. kRows rows are in flight at a time.
-// before_stores() runs when the loads are under way.
-template <Operand operand, int kRows, typename F>
-__device__ __forceinline__ void stage_rows(const Problem& p, const DataOf<operand>* from, int num_channels, int first_row, bool is_inside,
-                                           uint32_t to, const F& before_stores) {
-  using Tile = HopperTile<operand>;
-  using T = DataOf<operand>;
-  constexpr int kChannels = 8, kChunks = kChannels / Tile::kChunkChannels;
-  T value[kRows][kChannels];
+constexpr int kWarpChannels = kHopperInChannels / kProducerWarps;
+
+// A warp's share of `kLines` lines of a plane: 8 input channels; lane = pixel, so that every load of contiguous input is one line. All are
+// under way before before_stores() runs; then store_line(line, values of the channels).
+template <typename T, int kLines, typename F, typename S>
+__device__ __forceinline__ void stage_lines(const Problem& p, const T* from, int num_channels, int first_row, bool is_inside,
+                                            const F& before_stores, const S& store_line) {
+  T value[kLines][kWarpChannels];
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) {
+  for (int line = 0; line < kLines; ++line) {
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      const bool exists = is_inside && first_row + row < p.h.input && c < num_channels;
+    for (int c = 0; c < kWarpChannels; ++c) {
       // 32-bit offsets suffice (hopper_takes); strides are read where they are used, since a producer has 40 registers.
-      value[row][c] = exists ? from[c * static_cast<int>(p.input_stride[1]) + row * static_cast<int>(p.input_stride[3])]
-                             : from_float<T>(0.f);
+      const bool exists = is_inside && first_row + line < p.h.input && c < num_channels;
+      value[line][c] = exists ? from[c * static_cast<int>(p.input_stride[1]) + line * static_cast<int>(p.input_stride[3])]
+                              : from_float<T>(0.f);
     }
   }
   before_stores();
-  const auto word = [&](int row, int chunk, int i) {
-    constexpr int kPerWord = 4 / sizeof(T);
-    const T* first = &value[row][chunk * Tile::kChunkChannels + i * kPerWord];
-    return operand_word<operand>(first[0], first[kPerWord - 1]);
-  };
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const uint32_t line = to + chunk * Tile::kChunkPitch + row * Tile::kLineBytes;
-      uint4 words = make_uint4(word(row, chunk, 0), word(row, chunk, 1), word(row, chunk, 2), word(row, chunk, 3));
-      if constexpr (Tile::kTerms == 2) {
-        float high[4], low[4];
-        split_word(words.x, high[0], low[0]);
-        split_word(words.y, high[1], low[1]);
-        split_word(words.z, high[2], low[2]);
-        split_word(words.w, high[3], low[3]);
-        store_pixel<Tile::kCopyBytes>(line + Tile::kTermBytes, cross_chunk<CrossOrder::HighFirst>(high, low));
-        words = make_uint4(__float_as_uint(high[0]), __float_as_uint(high[1]), __float_as_uint(high[2]), __float_as_uint(high[3]));
-      }
-      store_pixel<Tile::kCopyBytes>(line, words);
-    }
-  }
+  for (int line = 0; line < kLines; ++line) store_line(line, value[line]);
 }
 
-// Planes 0 ... 2 tiles of each column, those beyond the input as zeros.
-template <Operand operand>
-__device__ __forceinline__ void produce_planes(const Problem& p, const HopperPlan& plan, const HopperBarriers& barriers) {
-  using Tile = HopperTile<operand>;
-  const int warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize, channel = warp * (kHopperInChannels / 4);
-  constexpr int kFirst = (Tile::kRows + 2) / 2, kRest = Tile::kRows + 1 - kFirst;
+// The columns of tiles that a block walks, (sample, row block) pairs, and how many planes of each it reads, those beyond the input as zeros.
+struct ColumnWalk {
+  int first, step, columns, row_blocks, planes;
+};
+
+// kAtOnce: lines of a plane that are loaded together. store_line(shared address, 8 channels of this lane's pixel).
+template <typename Tile, int kAtOnce, typename T, typename S>
+__device__ __forceinline__ void produce_planes(const Problem& p, const ColumnWalk& walk, const HopperBarriers& barriers, const S& store_line) {
+  const int warp = threadIdx.x / kWarpSize % kProducerWarps, lane = threadIdx.x % kWarpSize, channel = warp * kWarpChannels;
+  constexpr int kRest = Tile::kRows + 1 - kAtOnce;
   uint32_t count = 0;
-  for (int64_t column = blockIdx.x; column < plan.columns; column += gridDim.x) {
-    const int64_t n = column / plan.row_blocks;
-    const int first_row = static_cast<int>(column - n * plan.row_blocks) * Tile::kRows;
-    const DataOf<operand>* from = static_cast<const DataOf<operand>*>(p.input) + n * p.input_stride[0] + channel * p.input_stride[1] +
-                                  first_row * p.input_stride[3] + lane * p.input_stride[4];
+  for (int column = walk.first; column < walk.columns; column += walk.step) {
+    const int n = column / walk.row_blocks, first_row = (column - n * walk.row_blocks) * Tile::kRows;
+    const T* from = static_cast<const T*>(p.input) + n * p.input_stride[0] + channel * p.input_stride[1] + first_row * p.input_stride[3] +
+                    lane * p.input_stride[4];
 #pragma unroll 1
-    for (int plane = 0; plane <= (p.d.input + 1) / 2 * 2; ++plane, ++count, from += p.input_stride[2]) {
+    for (int plane = 0; plane < walk.planes; ++plane, ++count, from += p.input_stride[2]) {
       const int slot = count % kPlaneSlots;
+      const bool is_inside = plane < p.d.input;
       const uint32_t to = barriers.planes + slot * Tile::kPlaneBytes + channel / Tile::kChunkChannels * Tile::kChunkPitch;
-      stage_rows<operand, kFirst>(p, from, p.in_channels - channel, first_row, plane < p.d.input, to,
-                                  [&] { mbarrier_wait(barriers.plane_empty(slot), (count / kPlaneSlots & 1) ^ 1); });
-      stage_rows<operand, kRest>(p, from + kFirst * p.input_stride[3], p.in_channels - channel, first_row + kFirst, plane < p.d.input,
-                                 to + kFirst * Tile::kLineBytes, [] {});
+      const auto store = [&](int line, const T (&value)[kWarpChannels]) { store_line(to + line * Tile::kLineBytes, value); };
+      stage_lines<T, kAtOnce>(p, from, p.in_channels - channel, first_row, is_inside,
+                              [&] { mbarrier_wait(barriers.plane_empty(slot), (count / kPlaneSlots & 1) ^ 1); }, store);
+      if constexpr (kRest > 0) {
+        stage_lines<T, kRest>(p, from + kAtOnce * p.input_stride[3], p.in_channels - channel, first_row + kAtOnce, is_inside, [] {},
+                              [&](int line, const T (&value)[kWarpChannels]) { store(line + kAtOnce, value); });
+      }
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) mbarrier_arrive(barriers.plane_full(slot));
     }
+  }
+}
+
+// 8 channels of a pixel: one chunk of 16 bits, or two of fp32.
+template <Operand operand>
+__device__ __forceinline__ void store_operand_line(uint32_t line, const DataOf<operand> (&value)[kWarpChannels]) {
+  using Tile = HopperTile<operand>;
+  const auto word = [&](int chunk, int i) {
+    constexpr int kPerWord = 4 / sizeof(DataOf<operand>);
+    const auto* first = &value[chunk * Tile::kChunkChannels + i * kPerWord];
+    return operand_word<operand>(first[0], first[kPerWord - 1]);
+  };
+#pragma unroll
+  for (int chunk = 0; chunk < kWarpChannels / Tile::kChunkChannels; ++chunk, line += Tile::kChunkPitch) {
+    uint4 words = make_uint4(word(chunk, 0), word(chunk, 1), word(chunk, 2), word(chunk, 3));
+    if constexpr (Tile::kTerms == 2) {
+      float high[4], low[4];
+      split_word(words.x, high[0], low[0]);
+      split_word(words.y, high[1], low[1]);
+      split_word(words.z, high[2], low[2]);
+      split_word(words.w, high[3], low[3]);
+      store_pixel<Tile::kCopyBytes>(line + Tile::kTermBytes, cross_chunk<CrossOrder::HighFirst>(high, low));
+      words = make_uint4(__float_as_uint(high[0]), __float_as_uint(high[1]), __float_as_uint(high[2]), __float_as_uint(high[3]));
+    }
+    store_pixel<Tile::kCopyBytes>(line, words);
   }
 }
 

@@ -42,7 +42,7 @@ struct HopperTile {
 struct HopperPlan {
   int rows;           // input rows (= pooled rows) of a tile
   int row_blocks;     // tiles along H
-  int64_t columns;    // (sample, row block) pairs; a block walks one along D, two planes at a time
+  int columns;        // (sample, row block) pairs; a block walks one along D, two planes at a time
   int blocks;
   int stages;         // weights in shared memory
   int64_t packed_bytes;
@@ -60,8 +60,8 @@ template <Operand operand>
 HopperPlan make_hopper_plan(const Problem& p, int num_processors) {
   using Tile = HopperTile<operand>;
   const int row_blocks = static_cast<int>(ceil_div(p.h.input, Tile::kRows));
-  const int64_t columns = p.num_n * row_blocks;
-  return {Tile::kRows, row_blocks, columns, static_cast<int>(std::min<int64_t>(columns, num_processors)), Tile::kStages,
+  const int columns = static_cast<int>(p.num_n * row_blocks);  // each has at least 64 pixels: int counts all that fit any memory
+  return {Tile::kRows, row_blocks, columns, std::min(columns, num_processors), Tile::kStages,
           int64_t{Tile::kTileStages} * Tile::kStageBytes, Tile::kSharedBytes};
 }
 
