@@ -45,6 +45,9 @@ struct GradientWalk {
   float* const norm_sums;  // this thread's, kConsumerThreads apart
   const int warpgroup;
 
+  // Of this lane, and 8 above it: see the epilogue.
+  __device__ __forceinline__ int channel() const { return threadIdx.x / kWarpSize % 4 * 16 + threadIdx.x % kWarpSize / 4; }
+
   // ---- the walk ----
 
   __device__ __forceinline__ GradientPosition start_of(int column, uint32_t first_plane) const {
@@ -212,11 +215,10 @@ struct GradientWalk {
     PairSums sums[kPairs] = {};
     Values even, odd;
     GradientRows<G, Tile::kRows> of_windows;
-    const int channel = threadIdx.x / kWarpSize % 4 * 16 + threadIdx.x % kWarpSize / 4;
-    const float poison[2] = {poison_of<T>(p, channel), poison_of<T>(p, channel + 8)};
+    const float poison[2] = {poison_of<T>(p, channel()), poison_of<T>(p, channel() + 8)};
     GradientPosition at = start_of(columns.first, 0);
     release(0, at.plane);
-    of_windows.load(p, at.n, channel, at.d, at.first_row);
+    of_windows.load(p, at.n, channel(), at.d, at.first_row);
     while (at.column < columns.columns) {
       wait_for_plane(at.plane);
       if (job.parity >> 1) wait_for_plane(at.plane + 1);
@@ -224,9 +226,9 @@ struct GradientWalk {
       differentiate(even, odd, of_windows, poison);
       const GradientPosition next = after(at);
       // Early, so that nothing waits for them, where registers hold them beside operands of two terms' size.
-      if constexpr (Tile::kTerms == 1) of_windows.load(p, next.n, channel, next.d, next.first_row);
+      if constexpr (Tile::kTerms == 1) of_windows.load(p, next.n, channel(), next.d, next.first_row);
       add_gradient<kPairs>(sums, even, odd, at.plane);
-      if constexpr (Tile::kTerms == 2) of_windows.load(p, next.n, channel, next.d, next.first_row);
+      if constexpr (Tile::kTerms == 2) of_windows.load(p, next.n, channel(), next.d, next.first_row);
       release(at.plane, next.plane);
       at = next;
     }
@@ -256,16 +258,17 @@ gradient_kernel(const __grid_constant__ Problem p, const __grid_constant__ Gradi
   int job_idx = 0;
   while (job_idx < kJobs - 1 && static_cast<int>(blockIdx.x) >= plan.jobs[job_idx + 1].first_block) ++job_idx;
   const GradientJob& job = plan.jobs[job_idx];
-  const ColumnWalk columns{static_cast<int>(blockIdx.x) - job.first_block, job.blocks, plan.columns, plan.row_blocks, p.d.input + 1};
+  const ColumnWalk columns{static_cast<int>(blockIdx.x) - job.first_block, job.blocks, plan.columns, plan.row_blocks, p.d.input + 1,
+                           plan.has_chunks};
 
   if (threadIdx.x == 0) barriers.init(1);
   stage_hopper_norm_params<DataOf<operand>>(p, norm_params);
   __syncthreads();
   if (warpgroup == kGradientGroups) {
-    give_registers<40>();
+    give_registers<56>();
     produce_gradient_operands<operand>(p, job, columns, barriers, packed);
   } else {
-    take_registers<232>();
+    take_registers<224>();
     float* const norm_sums = reinterpret_cast<float*>(gradient_memory + Tile::kHeaderBytes) + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kNormSums; ++i) norm_sums[i * kConsumerThreads] = 0.f;

@@ -118,8 +118,9 @@ __device__ __forceinline__ void consume(const Problem& p, const HopperPlan& plan
         add_normalised_rows<Tile::kRows>(even, odd, pooled, poison, norm_params, p.eps);
       }
       average_windows(pooled, norm_params + 2 * kHopperWidth);
-      if constexpr (kIsGradient) apply_gelu_gradient<Grad, Tile::kRows>(p, pooled, n, channel, d, first_row);
-      else apply_gelu<operand>(pooled, p.gelu_is_tanh);
+      if constexpr (!kIsGradient) apply_gelu<operand>(pooled, p.gelu_is_tanh);
+      else if (p.gelu_is_tanh) apply_gelu_gradient<Grad, Tile::kRows, true>(p, pooled, n, channel, d, first_row);
+      else apply_gelu_gradient<Grad, Tile::kRows, false>(p, pooled, n, channel, d, first_row);
       store_rows<DataOf<operand>, Tile::kRows>(p, pooled, n, channel, d, first_row);
     }
   }
@@ -145,8 +146,9 @@ hopper_kernel(const __grid_constant__ Problem p, const __grid_constant__ HopperP
     if (threadIdx.x == 3 * 128) produce_weights<operand>(p, plan, barriers, packed);
   } else if (warpgroup == 2) {
     give_registers<(Tile::kTerms == 2 ? 56 : 40)>();
-    const ColumnWalk walk{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), plan.columns, plan.row_blocks, (p.d.input + 1) / 2 * 2 + 1};
-    produce_planes<Tile, (Tile::kRows + 2) / 2, DataOf<operand>>(
+    const ColumnWalk walk{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), plan.columns, plan.row_blocks, (p.d.input + 1) / 2 * 2 + 1,
+                          plan.has_chunks};
+    produce_planes<Tile, 2, DataOf<operand>>(
         p, walk, barriers, [](uint32_t line, const auto& value) { store_operand_line<operand>(line, value); });
   } else {
     take_registers<(Tile::kTerms == 2 ? 216 : 224)>();

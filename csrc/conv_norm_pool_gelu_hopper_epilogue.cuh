@@ -107,23 +107,20 @@ __device__ __forceinline__ void apply_gelu(float (&pooled)[kValues], bool is_tan
 
 // Calls f(r, element) for the output's rows `first_row` ... of plane d, those that exist; a lane's pairs lie 8 elements apart.
 template <int kRows, typename F>
-__device__ __forceinline__ void at_rows(const Problem& p, int64_t n, int channel, int d, int first_row, F&& f) {
+__device__ __forceinline__ void at_rows(const Problem& p, int n, int channel, int d, int first_row, F&& f) {
   if (d >= p.d.input) return;
-  const int q = threadIdx.x % 4;
-  constexpr int64_t kRowSize = kHopperWidth;
-  const int64_t channel_size = kRowSize * p.d.input * p.h.input;
-  const int64_t first = ((n * p.out_channels + channel) * p.d.input + d) * p.h.input * kRowSize + first_row * kRowSize + 2 * q;
+  const int64_t first_line = ((int64_t{n} * p.out_channels + channel) * p.d.input + d) * p.h.input + first_row;
+  const int64_t first = first_line * kHopperWidth + 2 * (threadIdx.x % 4), next_channels = int64_t{8 * kHopperWidth} * p.d.input * p.h.input;
 #pragma unroll
   for (int r = 0; r < 2 * kRows; ++r) {
     const int row = r / 2, half = r % 2;
     if (first_row + row >= p.h.input || channel + 8 * half >= p.out_channels) continue;
-    f(r, first + half * 8 * channel_size + row * kRowSize);
+    f(r, first + half * next_channels + row * kHopperWidth);
   }
 }
 
 template <typename T, int kRows>
-__device__ __forceinline__ void store_rows(const Problem& p, const float (&values)[16 * kRows], int64_t n, int channel, int d,
-                                           int first_row) {
+__device__ __forceinline__ void store_rows(const Problem& p, const float (&values)[16 * kRows], int n, int channel, int d, int first_row) {
   at_rows<kRows>(p, n, channel, d, first_row, [&](int r, int64_t output) {
     if (p.output_is_float) {
       float* to = static_cast<float*>(p.output) + output;
@@ -185,18 +182,16 @@ __device__ __forceinline__ void prefetch_gradient(const Problem& p, int n, int d
 }
 
 // x of a window to the gradient of each of its values: grad * gelu'(x) / size. A row at a time: registers hold no tile of gradients here.
-template <typename G, int kRows>
+template <typename G, int kRows, bool kIsTanh>
 __device__ __forceinline__ void apply_gelu_gradient(const Problem& p, float (&pooled)[16 * kRows], int n, int channel, int d, int first_row) {
   at_rows<kRows>(p, n, channel, d, first_row, [&](int r, int64_t element) {
+    Vec<G, 2> grad[4];
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      Vec<G, 2> grad;
-      grad.load(static_cast<const G*>(p.grad) + element + 8 * b);
+    for (int b = 0; b < 4; ++b) grad[b].load(static_cast<const G*>(p.grad) + element + 8 * b);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& x = pooled[8 * r + 2 * b + e];
-        x = grad[e] * (kInverseWindow * (p.gelu_is_tanh ? gelu_derivative<true>(x) : gelu_derivative<false>(x)));
-      }
+    for (int i = 0; i < 8; ++i) {
+      float& x = pooled[8 * r + i];
+      x = grad[i / 2][i % 2] * (kInverseWindow * gelu_derivative<kIsTanh>(x));
     }
   });
 }

@@ -113,58 +113,103 @@ __device__ __forceinline__ void store_pixel(uint32_t line, const uint4& words) {
 
 constexpr int kWarpChannels = kHopperInChannels / kProducerWarps;
 
-// A warp's share of `kLines` lines of a plane: 8 input channels; lane = pixel, so that every load of contiguous input is one line. All are
-// under way before before_stores() runs; then store_line(line, values of the channels).
-template <typename T, int kLines, typename F, typename S>
-__device__ __forceinline__ void stage_lines(const Problem& p, const T* from, int num_channels, int first_row, bool is_inside,
-                                            const F& before_stores, const S& store_line) {
-  T value[kLines][kWarpChannels];
-#pragma unroll
-  for (int line = 0; line < kLines; ++line) {
-#pragma unroll
-    for (int c = 0; c < kWarpChannels; ++c) {
-      // 32-bit offsets suffice (hopper_takes); strides are read where they are used, since a producer has 40 registers.
-      const bool exists = is_inside && first_row + line < p.h.input && c < num_channels;
-      value[line][c] = exists ? from[c * static_cast<int>(p.input_stride[1]) + line * static_cast<int>(p.input_stride[3])]
-                              : from_float<T>(0.f);
-    }
-  }
-  before_stores();
-#pragma unroll
-  for (int line = 0; line < kLines; ++line) store_line(line, value[line]);
-}
-
 // The columns of tiles that a block walks, (sample, row block) pairs, and how many planes of each it reads, those beyond the input as zeros.
 struct ColumnWalk {
   int first, step, columns, row_blocks, planes;
+  bool has_chunks;  // see has_channel_chunks
 };
 
-// kAtOnce: lines of a plane that are loaded together. store_line(shared address, 8 channels of this lane's pixel).
+// A plane of a walk: from: the tile's first row in it; rows: how many the input has from there on, 0 outside of it.
+template <typename T, int kTileRows>
+struct PlanePosition {
+  int column, plane, rows;
+  const T* from;
+
+  __device__ __forceinline__ void start(const Problem& p, const ColumnWalk& walk, int of) {
+    const int n = of / walk.row_blocks;
+    const int first_row = (of - n * walk.row_blocks) * kTileRows;
+    column = of, plane = 0;
+    from = static_cast<const T*>(p.input) + n * p.input_stride[0] + first_row * p.input_stride[3];
+    rows = column < walk.columns ? p.h.input - first_row : 0;
+  }
+  __device__ __forceinline__ void advance(const Problem& p, const ColumnWalk& walk) {
+    if (++plane == walk.planes) return start(p, walk, column + walk.step);
+    from += p.input_stride[2];
+    if (plane == p.d.input) rows = 0;
+  }
+};
+
+// 8 input channels of this lane's pixel as they come from memory, in registers: one each, or chunks of 16 bytes. Nothing that waits for them.
+template <typename T>
+struct RawLine {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, unsigned short>;
+  uint32_t words[kWarpChannels];
+
+  // channels: how many exist.
+  __device__ __forceinline__ void load(const T* from, int64_t channel_pitch, int channels, bool has_chunks) {
+    if (has_chunks) {
+      constexpr int kChunks = kWarpChannels * sizeof(T) / kChunkBytes, kPerChunk = kWarpChannels / kChunks;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const uint4 chunk = i * kPerChunk < channels ? __ldg(reinterpret_cast<const uint4*>(from) + i) : uint4{};
+        memcpy(words + 4 * i, &chunk, sizeof chunk);
+      }
+      return;
+    }
+    const Bits* bits = reinterpret_cast<const Bits*>(from);
+    // Opaque, or the compiler keeps the addresses of all channels in registers, of which a producer has few.
+    asm volatile("" : "+l"(bits));
+    if (channels >= kWarpChannels) {
+#pragma unroll
+      for (int c = 0; c < kWarpChannels; ++c, bits += channel_pitch) words[c] = __ldg(bits);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kWarpChannels; ++c, bits += channel_pitch) words[c] = c < channels ? __ldg(bits) : Bits{0};
+    }
+  }
+
+  __device__ __forceinline__ void unpack(bool has_chunks, T (&value)[kWarpChannels]) const {
+    if (sizeof(T) == 4 || has_chunks) {
+      memcpy(value, words, sizeof value);
+      return;
+    }
+#pragma unroll
+    for (int c = 0; c < kWarpChannels; ++c) memcpy(value + c, words + c, sizeof(T));
+  }
+};
+
+// A warp brings 8 input channels; lane = pixel, so that a load of contiguous input is one line. kAtOnce lines are under way, of the next
+// plane too: a line's registers take a new one as soon as it is stored. store_line(shared address, 8 channels of this lane's pixel).
 template <typename Tile, int kAtOnce, typename T, typename S>
 __device__ __forceinline__ void produce_planes(const Problem& p, const ColumnWalk& walk, const HopperBarriers& barriers, const S& store_line) {
-  const int warp = threadIdx.x / kWarpSize % kProducerWarps, lane = threadIdx.x % kWarpSize, channel = warp * kWarpChannels;
-  constexpr int kRest = Tile::kRows + 1 - kAtOnce;
-  uint32_t count = 0;
-  for (int column = walk.first; column < walk.columns; column += walk.step) {
-    const int n = column / walk.row_blocks, first_row = (column - n * walk.row_blocks) * Tile::kRows;
-    const T* from = static_cast<const T*>(p.input) + n * p.input_stride[0] + channel * p.input_stride[1] + first_row * p.input_stride[3] +
-                    lane * p.input_stride[4];
+  constexpr int kLines = Tile::kRows + 1;
+  const int lane = threadIdx.x % kWarpSize, channel = threadIdx.x / kWarpSize % kProducerWarps * kWarpChannels;
+  const int offset = channel * static_cast<int>(p.input_stride[1]) + lane * static_cast<int>(p.input_stride[4]);  // 32 bits: hopper_takes
+  RawLine<T> raw[kAtOnce];
+  PlanePosition<T, Tile::kRows> at;
+  at.start(p, walk, walk.first);
+  const auto load = [&](RawLine<T>& to, int line) {
+    const int channels = line < at.rows ? p.in_channels - channel : 0;
+    to.load(at.from + (offset + line * static_cast<int>(p.input_stride[3])), p.input_stride[1], channels, walk.has_chunks);
+  };
+#pragma unroll
+  for (int line = 0; line < kAtOnce; ++line) load(raw[line], line);
 #pragma unroll 1
-    for (int plane = 0; plane < walk.planes; ++plane, ++count, from += p.input_stride[2]) {
-      const int slot = count % kPlaneSlots;
-      const bool is_inside = plane < p.d.input;
-      const uint32_t to = barriers.planes + slot * Tile::kPlaneBytes + channel / Tile::kChunkChannels * Tile::kChunkPitch;
-      const auto store = [&](int line, const T (&value)[kWarpChannels]) { store_line(to + line * Tile::kLineBytes, value); };
-      stage_lines<T, kAtOnce>(p, from, p.in_channels - channel, first_row, is_inside,
-                              [&] { mbarrier_wait(barriers.plane_empty(slot), (count / kPlaneSlots & 1) ^ 1); }, store);
-      if constexpr (kRest > 0) {
-        stage_lines<T, kRest>(p, from + kAtOnce * p.input_stride[3], p.in_channels - channel, first_row + kAtOnce, is_inside, [] {},
-                              [&](int line, const T (&value)[kWarpChannels]) { store(line + kAtOnce, value); });
-      }
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(barriers.plane_full(slot));
+  for (uint32_t count = 0; at.column < walk.columns; ++count) {
+    const int slot = count % kPlaneSlots;
+    const uint32_t to = barriers.planes + slot * Tile::kPlaneBytes + channel / Tile::kChunkChannels * Tile::kChunkPitch;
+    mbarrier_wait(barriers.plane_empty(slot), (count / kPlaneSlots & 1) ^ 1);
+#pragma unroll
+    for (int line = 0; line < kLines; ++line) {
+      T value[kWarpChannels];
+      raw[line % kAtOnce].unpack(walk.has_chunks, value);
+      store_line(to + line * Tile::kLineBytes, value);
+      if (line + kAtOnce == kLines) at.advance(p, walk);
+      load(raw[line % kAtOnce], line + kAtOnce < kLines ? line + kAtOnce : line % kAtOnce);
     }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barriers.plane_full(slot));
   }
 }
 
