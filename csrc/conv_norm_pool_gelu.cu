@@ -11,9 +11,9 @@
 //   conv_norm_pool_gelu_params.cuh    bias, addend, norm_weight and norm_bias
 //   conv_norm_pool_gelu_operand.cuh   dtypes and precisions of matrix products
 //   conv_norm_pool_gelu_portable.cuh  the kernel for sm_80 and newer; _stage, _weights, _epilogue: its parts
-//   conv_norm_pool_gelu_hopper.cuh    the kernel for sm_90a and the headline's class; _plan, _load, _epilogue: its parts
+//   conv_norm_pool_gelu_hopper.cuh    the kernel for sm_90a and the headline's class; _plan, _load, _planes, _epilogue: its parts
 //   conv_norm_pool_gelu_launch.cuh    launches, instantiated by conv_norm_pool_gelu_{tf32,fp32,bf16,fp16,hopper}.cu
-//   conv_norm_pool_gelu_gradient.cuh  gradients of the weights, for that class too; _plan, _sums: its parts; .cu: its op
+//   conv_norm_pool_gelu_gradient.cuh  gradients of the weights, for that class too; _plan, _load, _sums: its parts; .cu: its op
 //   this file                         choice of the kernel, op, registration
 
 #include <cstdlib>

@@ -18,7 +18,7 @@ namespace fxfuse::conv_norm_pool_gelu {
 
 #if defined(FXFUSE_HAS_WGMMA)
 
-// A tile of a warpgroup's walk. plane: the ring's count of plane d; at the end all planes.
+// A tile of a warpgroup's walk: plane d of a column's rows. plane: the ring's count of it.
 struct GradientPosition {
   int column, n, first_row, d;
   uint32_t plane;
@@ -50,18 +50,21 @@ struct GradientWalk {
 
   // ---- the walk ----
 
+  // Both warpgroups have as many tiles: where D is odd, the last one lies outside.
   __device__ __forceinline__ GradientPosition start_of(int column, uint32_t first_plane) const {
-    if (column >= columns.columns || warpgroup >= p.d.input) {
-      const int walked = columns.first < columns.columns ? (columns.columns - 1 - columns.first) / columns.step + 1 : 0;
-      return {columns.columns, 0, 0, p.d.input, static_cast<uint32_t>(walked * columns.planes)};
-    }
+    if (column >= columns.columns) return {column, 0, 0, p.d.input, first_plane};
     const int n = column / columns.row_blocks;
     return {column, n, (column - n * columns.row_blocks) * Tile::kRows, warpgroup, first_plane + warpgroup};
   }
 
   __device__ __forceinline__ GradientPosition after(const GradientPosition& at) const {
-    if (at.d + kGradientGroups >= p.d.input) return start_of(at.column + columns.step, at.plane - at.d + columns.planes);
-    return {at.column, at.n, at.first_row, at.d + kGradientGroups, at.plane + kGradientGroups};
+    const int d = at.d + kGradientGroups;
+    if (d + 1 >= columns.planes) return start_of(at.column + columns.step, at.plane - at.d + columns.planes);
+    return {at.column, at.n, at.first_row, d, at.plane + kGradientGroups};
+  }
+
+  __device__ __forceinline__ bool is_inside(const GradientPosition& at, int row) const {
+    return at.d < p.d.input && at.first_row + row < p.h.input;
   }
 
   __device__ __forceinline__ void wait_for_plane(uint32_t plane) const {
@@ -94,6 +97,8 @@ struct GradientWalk {
     constexpr int kProducts = Tile::kTerms == 2 ? 3 : 1;
     constexpr uint32_t kTerm = Tile::kTermBytes / kChunkBytes, kOfTap = Tile::kTerms * Tile::kWeightBytes / kChunkBytes;
     uint32_t of_pair = barriers.weights / kChunkBytes + kWeightK;
+    wait_for_plane(plane);
+    if (job.parity >> 1) wait_for_plane(plane + 1);
     wgmma_fence();
 #pragma unroll
     for (int pair = 0; pair < kAllPairs; ++pair, of_pair += 3 * kOfTap) {
@@ -122,13 +127,15 @@ struct GradientWalk {
   // From y and the gradients of its normalised values, which two columns share, to the gradient of y. With z = y - mean, s = rstd * grad,
   // u = norm_weight * s: of_y = u - mean(u) - z * rstd^2 * mean(u * z).
   __device__ __forceinline__ void differentiate(Values& even, Values& odd, const GradientRows<G, Tile::kRows>& of_windows,
-                                                const float (&poison)[2]) const {
+                                                const float (&poison)[2], const GradientPosition& at) const {
     constexpr int kOfRow = 2 * Tile::kRows;
     constexpr float kInverseWidth = 1.f / (2 * kHopperWidth);
     const int q = threadIdx.x % 4;
     Values scaled;
     float rstd[kOfRow], mean_u[kOfRow] = {}, mean_uz[kOfRow] = {};
     center_rows<Tile::kRows>(even, odd, rstd, poison, p.eps);
+#pragma unroll
+    for (int r = 0; r < kOfRow; ++r) rstd[r] = is_inside(at, r / 2) ? rstd[r] : 0.f;  // it may be inf, and their gradients are 0
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       const float4 weight = *reinterpret_cast<const float4*>(norm_params + (8 * b + 2 * q) * 2);
@@ -220,10 +227,8 @@ struct GradientWalk {
     release(0, at.plane);
     of_windows.load(p, at.n, channel(), at.d, at.first_row);
     while (at.column < columns.columns) {
-      wait_for_plane(at.plane);
-      if (job.parity >> 1) wait_for_plane(at.plane + 1);
       multiply<kAllPairs>(even, odd, at.plane);
-      differentiate(even, odd, of_windows, poison);
+      differentiate(even, odd, of_windows, poison, at);
       const GradientPosition next = after(at);
       // Early, so that nothing waits for them, where registers hold them beside operands of two terms' size.
       if constexpr (Tile::kTerms == 1) of_windows.load(p, next.n, channel(), next.d, next.first_row);
@@ -232,11 +237,13 @@ struct GradientWalk {
       release(at.plane, next.plane);
       at = next;
     }
+    float* to = partials + threadIdx.x % 128;
 #pragma unroll
-    for (int i = 0; i < kPairs * 3 * kOfTap; ++i) {
-      const PairSums& of_pair = sums[i / (3 * kOfTap)];
-      const int within = i % (3 * kOfTap);
-      partials[i * 128 + threadIdx.x % 128] = within < kOfTap ? of_pair.even[within % kOfTap] : of_pair.odd[(within - kOfTap + 2 * kOfTap) % (2 * kOfTap)];
+    for (const PairSums& of_pair : sums) {
+#pragma unroll
+      for (int i = 0; i < kOfTap; ++i, to += 128) *to = of_pair.even[i];
+#pragma unroll
+      for (int i = 0; i < 2 * kOfTap; ++i, to += 128) *to = of_pair.odd[i];
     }
   }
 };
@@ -258,8 +265,7 @@ gradient_kernel(const __grid_constant__ Problem p, const __grid_constant__ Gradi
   int job_idx = 0;
   while (job_idx < kJobs - 1 && static_cast<int>(blockIdx.x) >= plan.jobs[job_idx + 1].first_block) ++job_idx;
   const GradientJob& job = plan.jobs[job_idx];
-  const ColumnWalk columns{static_cast<int>(blockIdx.x) - job.first_block, job.blocks, plan.columns, plan.row_blocks, p.d.input + 1,
-                           plan.has_chunks};
+  const ColumnWalk columns = walk_of(p, plan, blockIdx.x - job.first_block, job.blocks);
 
   if (threadIdx.x == 0) barriers.init(1);
   stage_hopper_norm_params<DataOf<operand>>(p, norm_params);

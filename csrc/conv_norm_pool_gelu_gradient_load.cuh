@@ -2,7 +2,7 @@
 #pragma once
 
 #include "conv_norm_pool_gelu_gradient_plan.cuh"
-#include "conv_norm_pool_gelu_hopper_load.cuh"
+#include "conv_norm_pool_gelu_hopper_planes.cuh"
 
 namespace fxfuse::conv_norm_pool_gelu {
 

@@ -12,7 +12,7 @@
 #include "common/gelu.cuh"
 #include "common/hopper.cuh"
 #include "conv_norm_pool_gelu_hopper_epilogue.cuh"
-#include "conv_norm_pool_gelu_hopper_load.cuh"
+#include "conv_norm_pool_gelu_hopper_planes.cuh"
 
 namespace fxfuse::conv_norm_pool_gelu {
 
@@ -146,8 +146,7 @@ hopper_kernel(const __grid_constant__ Problem p, const __grid_constant__ HopperP
     if (threadIdx.x == 3 * 128) produce_weights<operand>(p, plan, barriers, packed);
   } else if (warpgroup == 2) {
     give_registers<(Tile::kTerms == 2 ? 56 : 40)>();
-    const ColumnWalk walk{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), plan.columns, plan.row_blocks, (p.d.input + 1) / 2 * 2 + 1,
-                          plan.has_chunks};
+    const ColumnWalk walk = walk_of(p, plan, blockIdx.x, gridDim.x);
     produce_planes<Tile, 2, DataOf<operand>>(
         p, walk, barriers, [](uint32_t line, const auto& value) { store_operand_line<operand>(line, value); });
   } else {

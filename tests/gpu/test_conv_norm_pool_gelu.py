@@ -74,6 +74,8 @@ def inputs(c: Chain, dtype, layout="contiguous", addend="0-dim", param_dtype=Non
         x = torch.cat([randn(3), x.flatten()])[3:].view(c.shape)
     elif layout == "sliced":
         x = torch.stack([x, x], 2)[:, :, 0]
+    elif layout == "channels of channels_last":
+        x = torch.cat([x[:, :3], x, x[:, :5]], 1).contiguous(memory_format=torch.channels_last_3d)[:, min(3, c.shape[1]) :][:, : c.shape[1]]
     width = c.conv_size()[2]
     addends = {
         None: lambda: None,
@@ -141,7 +143,7 @@ def check(c: Chain, tensors, precision="tf32", out_dtype=None):
 
 
 @pytest.mark.parametrize("dtype, precision", KINDS, ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "offset", "sliced"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "channels of channels_last", "offset", "sliced"])
 @pytest.mark.parametrize(
     "c",
     [
@@ -209,7 +211,7 @@ def test_random_shapes(index):
     draw = random.Random(index)
     c = random_chain(draw)
     dtype, precision = draw.choice(KINDS)
-    layout = draw.choice(("contiguous", "channels_last", "offset", "sliced"))
+    layout = draw.choice(("contiguous", "channels_last", "channels of channels_last", "offset", "sliced"))
     check(c, inputs(c, dtype, layout, draw.choice((None, "0-dim", "channel", "batched")), draw.choice((None, torch.float32))), precision)
 
 

@@ -89,6 +89,20 @@ def test_no_parameters_of_the_norm_the_tanh_form_and_an_fp32_output(dtype):
     check({**arguments, "approximate": "tanh"}, grad)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("first", [0, 3, 8])
+def test_channels_of_a_wider_channels_last_tensor(first, dtype):
+    arguments, grad = operands(9, 24, 64, 3, 31, dtype=dtype)
+    wide = torch.randn((9, 40, 3, 31, 32), device="cuda").to(dtype).contiguous(memory_format=torch.channels_last_3d)
+    check({**arguments, "input": wide[:, first : first + 24]}, grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_eps_and_sizes_that_end_in_a_tile(dtype):
+    arguments, grad = operands(9, 24, 64, 3, 31, dtype=dtype)
+    check({**arguments, "eps": 0.0}, grad)
+
+
 def test_random_shapes():
     draw = random.Random(0)
     for _ in range(40):
