@@ -103,7 +103,7 @@ struct WeightSink {
   __device__ __forceinline__ void take(Block& block, const uint4& columns, int first) {
     block.add_bias();
 #pragma unroll
-    for (int i = 0; i < kRunLen / 2; ++i) block.d[i] = gelu_derivative<kTanh>(block.d[i]);
+    for (int i = 0; i < kRunLen / 2; ++i) block.d[i] = gelu_derivative<kTanh ? Gelu::Tanh : Gelu::Fast>(block.d[i]);
     block.drop_masked(columns);
 #pragma unroll
     for (int i = 0; i < kRunLen / 2; ++i) sum[i / 2 % 2] += block.d[i];

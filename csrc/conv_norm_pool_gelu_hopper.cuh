@@ -119,8 +119,8 @@ __device__ __forceinline__ void consume(const Problem& p, const HopperPlan& plan
       }
       average_windows(pooled, norm_params + 2 * kHopperWidth);
       if constexpr (!kIsGradient) apply_gelu<operand>(pooled, p.gelu_is_tanh);
-      else if (p.gelu_is_tanh) apply_gelu_gradient<Grad, Tile::kRows, true>(p, pooled, n, channel, d, first_row);
-      else apply_gelu_gradient<Grad, Tile::kRows, false>(p, pooled, n, channel, d, first_row);
+      else if (p.gelu_is_tanh) apply_gelu_gradient<Grad, Tile::kRows, Gelu::Tanh>(p, pooled, n, channel, d, first_row);
+      else apply_gelu_gradient<Grad, Tile::kRows, kExactGelu<operand>>(p, pooled, n, channel, d, first_row);
       store_rows<DataOf<operand>, Tile::kRows>(p, pooled, n, channel, d, first_row);
     }
   }

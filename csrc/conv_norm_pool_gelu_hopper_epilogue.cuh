@@ -182,7 +182,7 @@ __device__ __forceinline__ void prefetch_gradient(const Problem& p, int n, int d
 }
 
 // x of a window to the gradient of each of its values: grad * gelu'(x) / size. A row at a time: registers hold no tile of gradients here.
-template <typename G, int kRows, bool kIsTanh>
+template <typename G, int kRows, Gelu kind>
 __device__ __forceinline__ void apply_gelu_gradient(const Problem& p, float (&pooled)[16 * kRows], int n, int channel, int d, int first_row) {
   at_rows<kRows>(p, n, channel, d, first_row, [&](int r, int64_t element) {
     Vec<G, 2> grad[4];
@@ -191,7 +191,7 @@ __device__ __forceinline__ void apply_gelu_gradient(const Problem& p, float (&po
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float& x = pooled[8 * r + i];
-      x = grad[i / 2][i % 2] * (kInverseWindow * gelu_derivative<kIsTanh>(x));
+      x = grad[i / 2][i % 2] * (kInverseWindow * gelu_derivative<kind>(x));
     }
   });
 }

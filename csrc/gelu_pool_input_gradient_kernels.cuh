@@ -47,7 +47,7 @@ __device__ __forceinline__ float gradient_of_elements(const PoolGradient& pool, 
     Vec<T, kVec> out;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      const float value = g[kGlobal ? 0 : j] * gelu_derivative<kTanh>(raw[u][j] + bias);
+      const float value = g[kGlobal ? 0 : j] * gelu_derivative<kTanh ? Gelu::Tanh : Gelu::Accurate>(raw[u][j] + bias);
       total += value;
       out.value[j] = from_float<T>(value);
     }
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 4) gradient_columns_kernel(const __g
         Vec<T, kVec> out;
 #pragma unroll
         for (int j = 0; j < kVec; ++j) {
-          const float value = g[j] * gelu_derivative<kTanh>(raw[u][j] + bias[j]);
+          const float value = g[j] * gelu_derivative<kTanh ? Gelu::Tanh : Gelu::Accurate>(raw[u][j] + bias[j]);
           total[j] += value;
           out.value[j] = from_float<T>(value);
         }

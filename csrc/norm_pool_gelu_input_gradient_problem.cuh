@@ -25,7 +25,7 @@ struct GradientProblem {
     return by_kernel_w.divide(w, rest);
   }
   __device__ __forceinline__ float gelu_derivative(float x) const {
-    return forward.gelu_is_tanh ? fxfuse::gelu_derivative<true>(x) : fxfuse::gelu_derivative<false>(x);
+    return forward.gelu_is_tanh ? fxfuse::gelu_derivative<Gelu::Tanh>(x) : fxfuse::gelu_derivative<Gelu::Accurate>(x);
   }
 };
 
