@@ -4,6 +4,9 @@ The op itself has no autograd registration, which would cost microseconds at eac
 twin. It saves its arguments and nothing else. `fxfuse::<name>_backward` computes again what lies inside the op, a piece of the batch at a
 time, so that only a bounded part of it is ever alive. Gradients of what all samples share are summed in fp32, in the order of the batch: the
 same bits in every run, where cuDNN's share has them (torch.backends.cudnn.deterministic).
+
+The twin's autograd calls the op and the backward op, neither of which has one of its own: what AOTAutograd traces holds these two, so a
+compiled step goes through no autograd of Python's.
 """
 
 from __future__ import annotations
@@ -63,22 +66,35 @@ def define_training(op: Any, backward: Backward) -> Any:
         with torch.autocast(grad.device.type, enabled=False):
             return _in_pieces(backward, grad, arguments, tensors, needs)
 
-    twin = ops.define(f"{name}_training({arguments}) -> Tensor", op, kernel=op)
-    of_twin = ops.define(f"{name}_backward(Tensor grad, {arguments}, bool[] needs) -> Tensor[]", fake_backward, kernel=run_backward)
+    of_op = ops.define(f"{name}_backward(Tensor grad, {arguments}, bool[] needs) -> Tensor[]", fake_backward, kernel=run_backward)
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(*(value for name, value in zip(names, inputs) if name in tensors))
-        ctx.others = {name: value for name, value in zip(names, inputs) if name not in tensors}
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+            return tuple(of_op(*given))
 
-    def gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        values = {**ctx.others, **dict(zip(tensors, ctx.saved_tensors))}
-        needs = [ctx.needs_input_grad[names.index(name)] for name in tensors]
-        found = dict(zip(_needed(values, tensors, needs), of_twin(grad, *(values[name] for name in names), needs)))
-        return tuple(found.get(name) for name in names)
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise RuntimeError(
+                f"fxfuse::{name} has a first derivative only, and this differentiates its gradient: differentiate the model as it was before it "
+                "was fused"
+            )
 
-    ops.differentiate(twin, gradient, save)
-    ops.differentiate(of_twin, _no_second_derivative(name))
-    return twin
+    class Twin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> torch.Tensor:
+            ctx.save_for_backward(*(value for name, value in zip(names, given) if name in tensors))
+            ctx.others = {name: value for name, value in zip(names, given) if name not in tensors}
+            return op(*given)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            values = {**ctx.others, **dict(zip(tensors, ctx.saved_tensors))}
+            needs = [ctx.needs_input_grad[names.index(name)] for name in tensors]
+            found = dict(zip(_needed(values, tensors, needs), Gradient.apply(grad, *(values[name] for name in names), needs)))
+            return tuple(found.get(name) for name in names)
+
+    return ops.define(f"{name}_training({arguments}) -> Tensor", op, kernel=op, autograd=Twin.apply)
 
 
 def _needed(arguments: Arguments, tensors: Sequence[str], needs: Sequence[bool]) -> dict[str, torch.Tensor]:
@@ -114,13 +130,3 @@ def _like(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     result = torch.empty_like(value)
     same = (gradient.dtype, gradient.stride()) == (value.dtype, result.stride())
     return gradient if same else result.copy_(gradient)
-
-
-def _no_second_derivative(name: str) -> Callable[..., Any]:
-    def refuse(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            f"fxfuse::{name} has a first derivative only, and this differentiates its gradient: differentiate the model as it was before it "
-            "was fused"
-        )
-
-    return refuse
