@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from fxfuse import ops
-from fxfuse.recompute import dense, over_channels, sum_but_channels
+from fxfuse.recompute import dense, is_exact, over_channels, sum_but_channels
 
 aten = torch.ops.aten
+MOST_PAIRS = 27  # of a tap and 8 channels, whose sums the weight's gradient kernel keeps
 
 
 def gelu_pool_input_gradient_fake(
@@ -86,12 +87,19 @@ def gelu_pool_gradients(
 
 def conv_gelu_pool_parameter_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor] | None:
     """Gradients of conv_gelu_pool with respect to weight and bias, where those are all and the library has a kernel for the convolution."""
-    if "input" in names or not ops.has_kernel(conv_gelu_pool_weight_gradient, grad.device.type):
+    if "input" in names or _is_refused(arguments) or not ops.has_kernel(conv_gelu_pool_weight_gradient, grad.device.type):
         return None
     found = {name: torch.empty_like(arguments[name]) for name in ("weight", *names)}
     given = [arguments[name] for name in ("input", "weight", "bias", "stride", "padding", "dilation", "approximate", "precision")]
     done = conv_gelu_pool_weight_gradient(grad.contiguous(), *given, found["weight"], found.get("bias"))
     return found if done else None
+
+
+def _is_refused(arguments: Mapping[str, Any]) -> bool:
+    """Whether the weight's gradient kernel does not take a convolution anywhere, as `gradient_tiling` of csrc/conv_gelu_pool_gradient.cu says: to
+    ask the kernel takes as long as a launch."""
+    weight = arguments["weight"].shape
+    return is_exact(arguments) or math.ceil(weight[1] / 8) * math.prod(weight[2:]) > MOST_PAIRS
 
 
 def _output_size(arguments: Mapping[str, Any]) -> list[int]:
