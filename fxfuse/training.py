@@ -55,16 +55,15 @@ def define_training(op: Any, backward: Backward) -> Any:
     arguments = str(schema).partition("(")[2].rpartition(") ->")[0]
 
     def fake_backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
-        *values, needs = given
-        return [torch.empty_like(value) for value in _needed(dict(zip(names, values)), tensors, needs).values()]
+        arguments = dict(zip(names, given))
+        return [torch.empty_like(arguments[name]) for name, is_needed in zip(tensors, given[-1]) if is_needed]
 
     def run_backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
-        *values, needs = given
-        arguments = dict(zip(names, values))
+        arguments, asked = dict(zip(names, given)), [name for name, is_needed in zip(tensors, given[-1]) if is_needed]
         if not torch.is_autocast_enabled(grad.device.type):
-            return _in_pieces(backward, grad, arguments, tensors, needs)
+            return _computed(backward, grad, arguments, asked)
         with torch.autocast(grad.device.type, enabled=False):
-            return _in_pieces(backward, grad, arguments, tensors, needs)
+            return _computed(backward, grad, arguments, asked)
 
     of_op = ops.define(f"{name}_backward(Tensor grad, {arguments}, bool[] needs) -> Tensor[]", fake_backward, kernel=run_backward)
 
@@ -91,42 +90,49 @@ def define_training(op: Any, backward: Backward) -> Any:
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             values = {**ctx.others, **dict(zip(tensors, ctx.saved_tensors))}
             needs = [ctx.needs_input_grad[names.index(name)] for name in tensors]
-            found = dict(zip(_needed(values, tensors, needs), Gradient.apply(grad, *(values[name] for name in names), needs)))
+            asked = [name for name, is_needed in zip(tensors, needs) if is_needed]
+            found = dict(zip(asked, Gradient.apply(grad, *(values[name] for name in names), needs)))
             return tuple(found.get(name) for name in names)
 
     return ops.define(f"{name}_training({arguments}) -> Tensor", op, kernel=op, autograd=Twin.apply)
 
 
-def _needed(arguments: Arguments, tensors: Sequence[str], needs: Sequence[bool]) -> dict[str, torch.Tensor]:
-    return {name: arguments[name] for name, is_needed in zip(tensors, needs) if is_needed}
+def _computed(backward: Backward, grad: torch.Tensor, arguments: Arguments, asked: Sequence[str]) -> list[torch.Tensor]:
+    """The gradients of what is asked for. A backward that fits a piece, as those do whose host time shows, comes to it by the shortest way."""
+    found = backward.kernel(grad, arguments, asked)
+    if found is None and 0 < backward.inner(arguments) <= PIECE_BYTES // 4:
+        found = backward.gradients(grad, arguments, asked)
+    if found is None:
+        found = _in_pieces(backward, grad, arguments, asked)
+    return [_like(arguments[name], found[name]) for name in asked]
 
 
-def _in_pieces(backward: Backward, grad: torch.Tensor, arguments: Arguments, tensors: Sequence[str], needs: Sequence[bool]) -> list[torch.Tensor]:
-    asked = _needed(arguments, tensors, needs)
-    found = backward.kernel(grad, arguments, list(asked))
-    if found is not None:
-        return [_like(value, found[name]) for name, value in asked.items()]
-    samples = [name for name in tensors if isinstance(arguments[name], torch.Tensor) and backward.is_sample(name, arguments)]
+def _in_pieces(backward: Backward, grad: torch.Tensor, arguments: Arguments, asked: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    samples = [name for name, value in arguments.items() if isinstance(value, torch.Tensor) and backward.is_sample(name, arguments)]
     batch = grad.shape[0] if samples else 1
-    size = PIECE_BYTES // 4 * batch // max(1, backward.inner(arguments)) if samples and backward.splits(arguments) else batch
-    if max(1, size) >= batch > 0:
-        found = backward.gradients(grad, arguments, list(asked))
-        return [_like(value, found[name]) for name, value in asked.items()]
-    results = {name: torch.empty_like(value) if name in samples else torch.zeros_like(value, dtype=torch.float32) for name, value in asked.items()}
-    for first in range(0, batch, max(1, size)):
-        part = slice(first, first + max(1, size))
+    splits = samples and backward.splits(arguments)
+    size = max(1, PIECE_BYTES // 4 * batch // max(1, backward.inner(arguments)) if splits else batch)
+    if size >= batch > 0:
+        return backward.gradients(grad, arguments, asked)
+    results = {
+        name: torch.empty_like(arguments[name]) if name in samples else torch.zeros_like(arguments[name], dtype=torch.float32) for name in asked
+    }
+    for first in range(0, batch, size):
+        part = slice(first, first + size)
         piece = {**arguments, **{name: arguments[name][part] for name in samples}}
-        found = backward.gradients(grad[part], piece, list(asked))
+        found = backward.gradients(grad[part], piece, asked)
         for name, result in results.items():
             if name in samples:
                 result[part].copy_(found[name])
             else:
                 result.add_(found[name])
-    return [result.to(asked[name].dtype) for name, result in results.items()]
+    return results
 
 
 def _like(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient in the dtype and the strides of torch.empty_like(value), which is what the fake says."""
+    has_dtype = gradient.dtype == value.dtype
+    if has_dtype and value.is_contiguous() and gradient.stride() == value.stride():
+        return gradient  # as below, without an empty tensor to compare with
     result = torch.empty_like(value)
-    same = (gradient.dtype, gradient.stride()) == (value.dtype, result.stride())
-    return gradient if same else result.copy_(gradient)
+    return gradient if has_dtype and gradient.stride() == result.stride() else result.copy_(gradient)

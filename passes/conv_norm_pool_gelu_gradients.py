@@ -115,7 +115,8 @@ def conv_norm_pool_gelu_parameter_gradients(
 def _kernel_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str], may_overwrite: bool) -> dict[str, torch.Tensor]:
     input, addend = arguments["input"], arguments["addend"]
     varies = addend is not None and addend.shape[-3:].numel() > 1
-    batch = input if input.dim() == 5 else input.unsqueeze(0)
+    is_batched = input.dim() == 5
+    grad, batch = (grad, input) if is_batched else (grad.unsqueeze(0), input.unsqueeze(0))
     window = math.prod(arguments["kernel_size"][:2]) * input.shape[-1]
     x, is_ours = dense(batch, contiguous=varies or window > LARGEST_WINDOW)
     of_input = x if is_ours or may_overwrite else torch.empty_like(x)
@@ -126,15 +127,15 @@ def _kernel_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: S
         arguments[name]
         for name in ("bias", "addend", "norm_weight", "norm_bias", "addend_scale", "addend_value", "eps", "kernel_size", "approximate")
     ]
-    grad = (grad if grad.dtype in (x.dtype, torch.float32) else grad.float()).reshape(*x.shape[:2], *grad.shape[-3:]).contiguous()
+    grad = (grad if grad.dtype in (x.dtype, torch.float32) else grad.float()).contiguous()
     norm_pool_gelu_input_gradient(grad, x, *given, of_input, of_channels, of_norm)
-    found = {"input": of_input if input.dim() == 5 else of_input.squeeze(0)}
+    found = {"input": of_input if is_batched else of_input.squeeze(0)}
     if of_norm is not None:
-        found["norm_weight"], found["norm_bias"] = of_norm
+        found["norm_weight"], found["norm_bias"] = of_norm.unbind()
     if "bias" in names:
         found["bias"] = of_channels.sum(0)
     if "addend" in names:
-        summed = of_input.float() if varies else of_channels[..., None, None, None]
+        summed = of_input.float() if varies else of_channels.view(*x.shape[:2], 1, 1, 1)
         found["addend"] = (arguments["addend_scale"] * summed.sum_to_size(addend.shape)).to(addend.device)
     return {name: found[name] for name in ("input", *names)}
 
