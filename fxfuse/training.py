@@ -5,8 +5,8 @@ twin. It saves its arguments and nothing else. `fxfuse::<name>_backward` compute
 time, so that only a bounded part of it is ever alive. Gradients of what all samples share are summed in fp32, in the order of the batch: the
 same bits in every run, where cuDNN's share has them (torch.backends.cudnn.deterministic).
 
-The twin's autograd calls the op and the backward op, neither of which has one of its own: what AOTAutograd traces holds these two, so a
-compiled step goes through no autograd of Python's.
+The twin's autograd calls the op and the backward op (or what that is made of, see `Backward.traced`), none of which has one of its own: what
+AOTAutograd traces holds these, so a compiled step goes through no autograd of Python's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Backward:
 
     gradients: for a piece of the batch. inner: elements inside the op of a whole call. is_sample: whether an argument has the batch in front.
     splits: whether the batch comes in pieces. Not where samples meet inside the op, or where its gradients keep nothing of its size.
-    kernel: what is tried first, on the whole batch.
+    kernel: what is tried first, on the whole batch. traced: whether a compiled graph holds the ops that `gradients` is made of in the place of one
+    op: that takes the host less time, and Inductor fuses the sums. Not where `gradients` has something of the batch's size from arguments alone:
+    the forward would keep it for the backward.
     """
 
     gradients: Gradients
@@ -45,6 +47,7 @@ class Backward:
     is_sample: Callable[[str, Arguments], bool]
     splits: Callable[[Arguments], bool] = lambda arguments: True
     kernel: Kernel = lambda grad, arguments, names: None
+    traced: Callable[[Arguments], bool] = lambda arguments: False
 
 
 def define_training(op: Any, backward: Backward) -> Any:
@@ -69,8 +72,10 @@ def define_training(op: Any, backward: Backward) -> Any:
 
     class Gradient(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
-            return tuple(of_op(*given))
+        def forward(ctx: Any, grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+            arguments = dict(zip(names, given))
+            is_traced = _is_static(arguments) and backward.traced(arguments)
+            return tuple((run_backward if is_traced else of_op)(grad, *given))
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
@@ -95,6 +100,10 @@ def define_training(op: Any, backward: Backward) -> Any:
             return tuple(found.get(name) for name in names)
 
     return ops.define(f"{name}_training({arguments}) -> Tensor", op, kernel=op, autograd=Twin.apply)
+
+
+def _is_static(arguments: Arguments) -> bool:
+    return all(isinstance(size, int) for value in arguments.values() if isinstance(value, torch.Tensor) for size in value.shape)
 
 
 def _computed(backward: Backward, grad: torch.Tensor, arguments: Arguments, asked: Sequence[str]) -> list[torch.Tensor]:

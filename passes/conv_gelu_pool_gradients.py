@@ -108,15 +108,36 @@ def _output_size(arguments: Mapping[str, Any]) -> list[int]:
 
 
 def _kernel_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str], may_overwrite: bool) -> dict[str, torch.Tensor]:
-    input, size = arguments["input"], _output_size(arguments)
-    is_batched = input.dim() == len(size) + 2
+    given = (grad, arguments["input"], arguments["bias"], _output_size(arguments), arguments["approximate"], "bias" in names)
+    of_input, *sums = _run_kernel(*given, may_overwrite=True) if may_overwrite else gelu_pool_kernel_gradients(*given)
+    return {"input": of_input, "bias": sums[0].sum(0)} if sums else {"input": of_input}
+
+
+def _run_kernel(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    output_size: Sequence[int],
+    approximate: str,
+    joins: bool,
+    may_overwrite: bool = False,
+) -> list[torch.Tensor]:
+    """gelu_pool_input_gradient of tensors of any strides: of_input, and of_channels if `joins`."""
+    is_batched = input.dim() == len(output_size) + 2
     x, is_ours = dense(input if is_batched else input.unsqueeze(0))
     of_input = x if is_ours or may_overwrite else torch.empty_like(x)
-    of_channels = x.new_empty(x.shape[:2], dtype=torch.float32) if "bias" in names else None
-    grad = (grad if grad.dtype in (x.dtype, torch.float32) else grad.float()).reshape(*x.shape[:2], *size).contiguous()
-    gelu_pool_input_gradient(grad, x, arguments["bias"], size, arguments["approximate"], of_input, of_channels)
-    found = {"input": of_input if is_batched else of_input.squeeze(0)}
-    return found if of_channels is None else {**found, "bias": of_channels.sum(0)}
+    of_channels = x.new_empty(x.shape[:2], dtype=torch.float32) if joins else None
+    grad = (grad if grad.dtype in (x.dtype, torch.float32) else grad.float()).reshape(*x.shape[:2], *output_size).contiguous()
+    gelu_pool_input_gradient(grad, x, bias, output_size, approximate, of_input, of_channels)
+    found = (of_input if is_batched else of_input.squeeze(0), of_channels)
+    return [value for value in found if value is not None]
+
+
+gelu_pool_kernel_gradients = ops.define(
+    "gelu_pool_kernel_gradients(Tensor grad, Tensor input, Tensor? bias, int[] output_size, str approximate, bool joins) -> Tensor[]",
+    fake=_run_kernel,
+    kernel=_run_kernel,
+)
 
 
 def _torch_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str], may_overwrite: bool) -> dict[str, torch.Tensor]:
