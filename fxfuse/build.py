@@ -29,11 +29,12 @@ _ERROR = re.compile(r"\berror\b|\bfatal\b|undefined reference|cannot find|No spa
 
 @functools.cache
 def build_hash(kind: str, package: Path = PACKAGE) -> str:
-    """Hash of all that a compiled graph relies on when it calls an op: the kernels, and the schemas and fakes in passes.
+    """Hash of all that a compiled graph relies on when it calls an op: the kernels, the schemas and fakes in passes, and what traces their gradients.
 
     It is the same before and after a library is loaded, so a warm Inductor cache is found again.
     """
-    return digest(source_hash(kind, beside("csrc", package)), hash_files(beside("passes", package), lambda path: path.suffix == ".py"))
+    passes = hash_files(beside("passes", package), lambda path: path.suffix == ".py")
+    return digest(source_hash(kind, beside("csrc", package)), passes, hash_files(package, lambda path: path == package / "training.py"))
 
 
 def say(text: str) -> None:

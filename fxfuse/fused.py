@@ -75,7 +75,7 @@ def convolution(
     """The convolution inside an op, for the op's fake: [N, C, ...] or, unlike aten::convolution alone, [C, ...]."""
     batched = input.dim() == weight.dim()
     batch = input if batched else input.unsqueeze(0)
-    output = torch.ops.aten.convolution(batch, weight, None, stride, padding, dilation, transposed, output_padding, 1)
+    output = torch.convolution(batch, weight, None, stride, padding, dilation, transposed, output_padding, 1)
     return output if batched else output.squeeze(0)
 
 

@@ -18,16 +18,18 @@ NAMESPACE = "fxfuse"
 TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_differentiated: set[Any] = set()
 _with_kernel: set[tuple[str, str]] = set()
 
 
-def define(schema: str, fake: Callable[..., Any], kernel: Callable[..., Any] | None = None) -> Any:
+def define(
+    schema: str, fake: Callable[..., Any], kernel: Callable[..., Any] | None = None, autograd: Callable[..., Any] | None = None
+) -> Any:
     """Declares `fxfuse::<name><schema>` with its fake and returns the op; declares it once a process, whoever imports it again.
 
     schema: as in native_functions.yaml, without the namespace. fake: gets the op's arguments, returns an empty output of the right shape,
     dtype and strides, computed from the strides it is given, and raises what eager would raise on bad shapes.
     kernel: what runs on every device, for an op made of others; without it the compiled library brings kernels.
+    autograd: what runs in front of the kernels where autograd records, `apply` of a torch.autograd.Function that calls other ops.
     """
     name = schema.split("(", 1)[0]
     if not hasattr(getattr(torch.ops, NAMESPACE), name):
@@ -35,6 +37,8 @@ def define(schema: str, fake: Callable[..., Any], kernel: Callable[..., Any] | N
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         if kernel is not None:
             _library.impl(name, kernel, "CompositeExplicitAutograd")
+        if autograd is not None:
+            _library.impl(name, autograd, "Autograd")
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
@@ -44,11 +48,3 @@ def has_kernel(op: Any, device: str) -> bool:
     if key not in _with_kernel and torch_private.has_kernel(*key):
         _with_kernel.add(key)  # for good: libraries stay loaded, and asking takes as long as a small kernel
     return key in _with_kernel
-
-
-def differentiate(op: Any, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None) -> None:
-    """Registers an op's gradient, as torch.library.register_autograd does; once a process."""
-    if op in _differentiated:
-        return
-    _differentiated.add(op)
-    torch.library.register_autograd(op.name(), backward, setup_context=setup_context, lib=_library)

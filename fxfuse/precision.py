@@ -7,7 +7,7 @@ the switch of matrix products but not cuDNN's: the compiled callable looks at ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,19 +25,19 @@ def current() -> str:
     return "tf32" if torch.backends.cudnn.conv.fp32_precision == "tf32" else "ieee"
 
 
-@contextmanager
-def switched(precision: str) -> Iterator[None]:
+def switched(precision: str) -> AbstractContextManager[None]:
     """cuDNN's fp32 convolutions in "tf32" or "ieee" within it."""
-    conv = torch.backends.cudnn.conv
-    before = conv.fp32_precision
-    if before == precision:
-        yield
-        return
-    conv.fp32_precision = precision
+    before = torch.backends.cudnn.conv.fp32_precision
+    return nullcontext() if before == precision else _switched(precision, before)
+
+
+@contextmanager
+def _switched(precision: str, before: str) -> Iterator[None]:
+    torch.backends.cudnn.conv.fp32_precision = precision
     try:
         yield
     finally:
-        conv.fp32_precision = before
+        torch.backends.cudnn.conv.fp32_precision = before
 
 
 def calls(graph: fx.Graph) -> list[tuple[fx.Node, int]]:

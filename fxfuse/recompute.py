@@ -12,7 +12,6 @@ import torch
 from . import precision
 from .fused import CHANNELS_LAST, convolution
 from .training import Arguments, Backward, Kernel
-from .vocabulary import expand
 
 aten = torch.ops.aten
 
@@ -65,11 +64,21 @@ def _for_library(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(tensor.contiguous(memory_format=CHANNELS_LAST[weight.dim()]) for tensor in (input, weight))
 
 
+def is_exact(arguments: Arguments) -> bool:
+    """Whether the convolution's products are those of fp32."""
+    return arguments["precision"] == "ieee" and arguments["input"].dtype == torch.float32
+
+
 def dense(input: torch.Tensor, contiguous: bool = False) -> tuple[torch.Tensor, bool]:
     """`input` [N, C, *spatial] as it is if it is contiguous or, unless `contiguous`, channels_last; else a contiguous copy, and True."""
-    if input.is_contiguous() or (not contiguous and input.movedim(1, -1).is_contiguous()):
+    if input.is_contiguous() or (not contiguous and _is_channels_last(input)):
         return input, False
     return input.contiguous(), True
+
+
+def _is_channels_last(input: torch.Tensor) -> bool:
+    memory_format = CHANNELS_LAST.get(input.dim())
+    return input.is_contiguous(memory_format=memory_format) if memory_format else input.movedim(1, -1).is_contiguous()
 
 
 def over_channels(bias: torch.Tensor, dims: int) -> torch.Tensor:
@@ -85,18 +94,15 @@ def sum_but_channels(of_y: torch.Tensor, dims: int) -> torch.Tensor:
 def _geometry(arguments: Arguments) -> tuple[Any, ...]:
     """stride, padding, dilation, transposed, output_padding; what the op's schema lacks is what every convolution of it has."""
     dims = arguments["weight"].dim() - 2
-    stride, padding, dilation, output_padding = (
-        list(expand(arguments.get(name, default), dims)) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0))
-    )
-    return stride, padding, dilation, arguments.get("transposed", False), output_padding
+    dilation, output_padding = arguments.get("dilation", [1] * dims), arguments.get("output_padding", [0] * dims)
+    return arguments["stride"], arguments["padding"], dilation, arguments.get("transposed", False), output_padding
 
 
 def _of_convolution(
     of_y: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, geometry: tuple[Any, ...], names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     is_batched = input.dim() == weight.dim()
-    of_y, batch = (tensor if is_batched else tensor.unsqueeze(0) for tensor in (of_y, input))
+    of_y, batch = (of_y, input) if is_batched else (of_y.unsqueeze(0), input.unsqueeze(0))
     asked = ["input" in names, "weight" in names, False]
     of_input, of_weight, _ = aten.convolution_backward(of_y, batch, weight, None, *geometry, 1, asked)
-    found = {"weight": of_weight, "input": of_input if is_batched or of_input is None else of_input.squeeze(0)}
-    return {name: found[name] for name in names if name in found}
+    return {"weight": of_weight, "input": of_input if is_batched or of_input is None else of_input.squeeze(0)}

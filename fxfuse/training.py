@@ -4,6 +4,9 @@ The op itself has no autograd registration, which would cost microseconds at eac
 twin. It saves its arguments and nothing else. `fxfuse::<name>_backward` computes again what lies inside the op, a piece of the batch at a
 time, so that only a bounded part of it is ever alive. Gradients of what all samples share are summed in fp32, in the order of the batch: the
 same bits in every run, where cuDNN's share has them (torch.backends.cudnn.deterministic).
+
+The twin's autograd calls the op and the backward op (or what that is made of, see `Backward.traced`), none of which has one of its own: what
+AOTAutograd traces holds these, so a compiled step goes through no autograd of Python's.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ class Backward:
 
     gradients: for a piece of the batch. inner: elements inside the op of a whole call. is_sample: whether an argument has the batch in front.
     splits: whether the batch comes in pieces. Not where samples meet inside the op, or where its gradients keep nothing of its size.
-    kernel: what is tried first, on the whole batch.
+    kernel: what is tried first, on the whole batch. traced: whether a compiled graph holds the ops that `gradients` is made of in the place of one
+    op: that takes the host less time, and Inductor fuses the sums. Not where `gradients` has something of the batch's size from arguments alone:
+    the forward would keep it for the backward.
     """
 
     gradients: Gradients
@@ -42,6 +47,7 @@ class Backward:
     is_sample: Callable[[str, Arguments], bool]
     splits: Callable[[Arguments], bool] = lambda arguments: True
     kernel: Kernel = lambda grad, arguments, names: None
+    traced: Callable[[Arguments], bool] = lambda arguments: False
 
 
 def define_training(op: Any, backward: Backward) -> Any:
@@ -52,75 +58,90 @@ def define_training(op: Any, backward: Backward) -> Any:
     arguments = str(schema).partition("(")[2].rpartition(") ->")[0]
 
     def fake_backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
-        *values, needs = given
-        return [torch.empty_like(value) for value in _needed(dict(zip(names, values)), tensors, needs).values()]
+        arguments = dict(zip(names, given))
+        return [torch.empty_like(arguments[name]) for name, is_needed in zip(tensors, given[-1]) if is_needed]
 
     def run_backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
-        *values, needs = given
-        arguments = dict(zip(names, values))
+        arguments, asked = dict(zip(names, given)), [name for name, is_needed in zip(tensors, given[-1]) if is_needed]
         if not torch.is_autocast_enabled(grad.device.type):
-            return _in_pieces(backward, grad, arguments, tensors, needs)
+            return _computed(backward, grad, arguments, asked)
         with torch.autocast(grad.device.type, enabled=False):
-            return _in_pieces(backward, grad, arguments, tensors, needs)
+            return _computed(backward, grad, arguments, asked)
 
-    twin = ops.define(f"{name}_training({arguments}) -> Tensor", op, kernel=op)
-    of_twin = ops.define(f"{name}_backward(Tensor grad, {arguments}, bool[] needs) -> Tensor[]", fake_backward, kernel=run_backward)
+    of_op = ops.define(f"{name}_backward(Tensor grad, {arguments}, bool[] needs) -> Tensor[]", fake_backward, kernel=run_backward)
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(*(value for name, value in zip(names, inputs) if name in tensors))
-        ctx.others = {name: value for name, value in zip(names, inputs) if name not in tensors}
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+            arguments = dict(zip(names, given))
+            is_traced = _is_static(arguments) and backward.traced(arguments)
+            return tuple((run_backward if is_traced else of_op)(grad, *given))
 
-    def gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        values = {**ctx.others, **dict(zip(tensors, ctx.saved_tensors))}
-        needs = [ctx.needs_input_grad[names.index(name)] for name in tensors]
-        found = dict(zip(_needed(values, tensors, needs), of_twin(grad, *(values[name] for name in names), needs)))
-        return tuple(found.get(name) for name in names)
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise RuntimeError(
+                f"fxfuse::{name} has a first derivative only, and this differentiates its gradient: differentiate the model as it was before it "
+                "was fused"
+            )
 
-    ops.differentiate(twin, gradient, save)
-    ops.differentiate(of_twin, _no_second_derivative(name))
-    return twin
+    class Twin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> torch.Tensor:
+            ctx.save_for_backward(*(value for name, value in zip(names, given) if name in tensors))
+            ctx.others = {name: value for name, value in zip(names, given) if name not in tensors}
+            return op(*given)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            values = {**ctx.others, **dict(zip(tensors, ctx.saved_tensors))}
+            needs = [ctx.needs_input_grad[names.index(name)] for name in tensors]
+            asked = [name for name, is_needed in zip(tensors, needs) if is_needed]
+            found = dict(zip(asked, Gradient.apply(grad, *(values[name] for name in names), needs)))
+            return tuple(found.get(name) for name in names)
+
+    return ops.define(f"{name}_training({arguments}) -> Tensor", op, kernel=op, autograd=Twin.apply)
 
 
-def _needed(arguments: Arguments, tensors: Sequence[str], needs: Sequence[bool]) -> dict[str, torch.Tensor]:
-    return {name: arguments[name] for name, is_needed in zip(tensors, needs) if is_needed}
+def _is_static(arguments: Arguments) -> bool:
+    return all(isinstance(size, int) for value in arguments.values() if isinstance(value, torch.Tensor) for size in value.shape)
 
 
-def _in_pieces(backward: Backward, grad: torch.Tensor, arguments: Arguments, tensors: Sequence[str], needs: Sequence[bool]) -> list[torch.Tensor]:
-    asked = _needed(arguments, tensors, needs)
-    found = backward.kernel(grad, arguments, list(asked))
-    if found is not None:
-        return [_like(value, found[name]) for name, value in asked.items()]
-    samples = [name for name in tensors if isinstance(arguments[name], torch.Tensor) and backward.is_sample(name, arguments)]
+def _computed(backward: Backward, grad: torch.Tensor, arguments: Arguments, asked: Sequence[str]) -> list[torch.Tensor]:
+    """The gradients of what is asked for. A backward that fits a piece, as those do whose host time shows, comes to it by the shortest way."""
+    found = backward.kernel(grad, arguments, asked)
+    if found is None and 0 < backward.inner(arguments) <= PIECE_BYTES // 4:
+        found = backward.gradients(grad, arguments, asked)
+    if found is None:
+        found = _in_pieces(backward, grad, arguments, asked)
+    return [_like(arguments[name], found[name]) for name in asked]
+
+
+def _in_pieces(backward: Backward, grad: torch.Tensor, arguments: Arguments, asked: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    samples = [name for name, value in arguments.items() if isinstance(value, torch.Tensor) and backward.is_sample(name, arguments)]
     batch = grad.shape[0] if samples else 1
-    size = PIECE_BYTES // 4 * batch // max(1, backward.inner(arguments)) if samples and backward.splits(arguments) else batch
-    if max(1, size) >= batch > 0:
-        found = backward.gradients(grad, arguments, list(asked))
-        return [_like(value, found[name]) for name, value in asked.items()]
-    results = {name: torch.empty_like(value) if name in samples else torch.zeros_like(value, dtype=torch.float32) for name, value in asked.items()}
-    for first in range(0, batch, max(1, size)):
-        part = slice(first, first + max(1, size))
+    splits = samples and backward.splits(arguments)
+    size = max(1, PIECE_BYTES // 4 * batch // max(1, backward.inner(arguments)) if splits else batch)
+    if size >= batch > 0:
+        return backward.gradients(grad, arguments, asked)
+    results = {
+        name: torch.empty_like(arguments[name]) if name in samples else torch.zeros_like(arguments[name], dtype=torch.float32) for name in asked
+    }
+    for first in range(0, batch, size):
+        part = slice(first, first + size)
         piece = {**arguments, **{name: arguments[name][part] for name in samples}}
-        found = backward.gradients(grad[part], piece, list(asked))
+        found = backward.gradients(grad[part], piece, asked)
         for name, result in results.items():
             if name in samples:
                 result[part].copy_(found[name])
             else:
                 result.add_(found[name])
-    return [result.to(asked[name].dtype) for name, result in results.items()]
+    return results
 
 
 def _like(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient in the dtype and the strides of torch.empty_like(value), which is what the fake says."""
+    has_dtype = gradient.dtype == value.dtype
+    if has_dtype and value.is_contiguous() and gradient.stride() == value.stride():
+        return gradient  # as below, without an empty tensor to compare with
     result = torch.empty_like(value)
-    same = (gradient.dtype, gradient.stride()) == (value.dtype, result.stride())
-    return gradient if same else result.copy_(gradient)
-
-
-def _no_second_derivative(name: str) -> Callable[..., Any]:
-    def refuse(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            f"fxfuse::{name} has a first derivative only, and this differentiates its gradient: differentiate the model as it was before it "
-            "was fused"
-        )
-
-    return refuse
+    return gradient if has_dtype and gradient.stride() == result.stride() else result.copy_(gradient)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from fxfuse import ops
-from fxfuse.recompute import dense, over_channels, sum_but_channels
+from fxfuse.recompute import dense, is_exact, over_channels, sum_but_channels
 
 aten = torch.ops.aten
+MOST_PAIRS = 27  # of a tap and 8 channels, whose sums the weight's gradient kernel keeps
 
 
 def gelu_pool_input_gradient_fake(
@@ -86,12 +87,19 @@ def gelu_pool_gradients(
 
 def conv_gelu_pool_parameter_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor] | None:
     """Gradients of conv_gelu_pool with respect to weight and bias, where those are all and the library has a kernel for the convolution."""
-    if "input" in names or not ops.has_kernel(conv_gelu_pool_weight_gradient, grad.device.type):
+    if "input" in names or _is_refused(arguments) or not ops.has_kernel(conv_gelu_pool_weight_gradient, grad.device.type):
         return None
     found = {name: torch.empty_like(arguments[name]) for name in ("weight", *names)}
     given = [arguments[name] for name in ("input", "weight", "bias", "stride", "padding", "dilation", "approximate", "precision")]
     done = conv_gelu_pool_weight_gradient(grad.contiguous(), *given, found["weight"], found.get("bias"))
     return found if done else None
+
+
+def _is_refused(arguments: Mapping[str, Any]) -> bool:
+    """Whether the weight's gradient kernel does not take a convolution anywhere, as `gradient_tiling` of csrc/conv_gelu_pool_gradient.cu says: to
+    ask the kernel takes as long as a launch."""
+    weight = arguments["weight"].shape
+    return is_exact(arguments) or math.ceil(weight[1] / 8) * math.prod(weight[2:]) > MOST_PAIRS
 
 
 def _output_size(arguments: Mapping[str, Any]) -> list[int]:
@@ -100,15 +108,36 @@ def _output_size(arguments: Mapping[str, Any]) -> list[int]:
 
 
 def _kernel_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str], may_overwrite: bool) -> dict[str, torch.Tensor]:
-    input, size = arguments["input"], _output_size(arguments)
-    is_batched = input.dim() == len(size) + 2
+    given = (grad, arguments["input"], arguments["bias"], _output_size(arguments), arguments["approximate"], "bias" in names)
+    of_input, *sums = _run_kernel(*given, may_overwrite=True) if may_overwrite else gelu_pool_kernel_gradients(*given)
+    return {"input": of_input, "bias": sums[0].sum(0)} if sums else {"input": of_input}
+
+
+def _run_kernel(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    output_size: Sequence[int],
+    approximate: str,
+    joins: bool,
+    may_overwrite: bool = False,
+) -> list[torch.Tensor]:
+    """gelu_pool_input_gradient of tensors of any strides: of_input, and of_channels if `joins`."""
+    is_batched = input.dim() == len(output_size) + 2
     x, is_ours = dense(input if is_batched else input.unsqueeze(0))
     of_input = x if is_ours or may_overwrite else torch.empty_like(x)
-    of_channels = x.new_empty(x.shape[:2], dtype=torch.float32) if "bias" in names else None
-    grad = (grad if grad.dtype in (x.dtype, torch.float32) else grad.float()).reshape(*x.shape[:2], *size).contiguous()
-    gelu_pool_input_gradient(grad, x, arguments["bias"], size, arguments["approximate"], of_input, of_channels)
-    found = {"input": of_input if is_batched else of_input.squeeze(0)}
-    return found if of_channels is None else {**found, "bias": of_channels.sum(0)}
+    of_channels = x.new_empty(x.shape[:2], dtype=torch.float32) if joins else None
+    grad = (grad if grad.dtype in (x.dtype, torch.float32) else grad.float()).reshape(*x.shape[:2], *output_size).contiguous()
+    gelu_pool_input_gradient(grad, x, bias, output_size, approximate, of_input, of_channels)
+    found = (of_input if is_batched else of_input.squeeze(0), of_channels)
+    return [value for value in found if value is not None]
+
+
+gelu_pool_kernel_gradients = ops.define(
+    "gelu_pool_kernel_gradients(Tensor grad, Tensor input, Tensor? bias, int[] output_size, str approximate, bool joins) -> Tensor[]",
+    fake=_run_kernel,
+    kernel=_run_kernel,
+)
 
 
 def _torch_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str], may_overwrite: bool) -> dict[str, torch.Tensor]:

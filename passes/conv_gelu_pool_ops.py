@@ -86,6 +86,7 @@ gelu_pool_training = define_training(
         inner=lambda arguments: arguments["input"].numel(),
         is_sample=lambda name, arguments: name == "input" and arguments["input"].dim() == len(arguments["output_size"]) + 2,
         splits=lambda arguments: not kernel_takes(arguments),
+        traced=lambda arguments: kernel_takes(arguments),
     ),
 )
 conv_gelu_pool_training = define_training(

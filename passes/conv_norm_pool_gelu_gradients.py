@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxfuse import ops
-from fxfuse.recompute import dense, over_channels, sum_but_channels
+from fxfuse.recompute import dense, is_exact, over_channels, sum_but_channels
 
 aten = torch.ops.aten
 WIDEST = 1024  # rows that the kernel holds in a warp's registers
@@ -91,7 +91,10 @@ def conv_norm_pool_gelu_parameter_gradients(
     grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, torch.Tensor] | None:
     """Gradients of conv_norm_pool_gelu but for its input's, where the library has a kernel for the convolution."""
-    if "input" in names or not ops.has_kernel(conv_norm_pool_gelu_weight_gradient, grad.device.type):
+    # The kernels are for transposed convolutions, with products less exact than fp32's: to ask them about others takes as long as a launch.
+    if "input" in names or not arguments["transposed"] or is_exact(arguments):
+        return None
+    if not ops.has_kernel(conv_norm_pool_gelu_weight_gradient, grad.device.type):
         return None
     given = [value for name, value in arguments.items() if name != "out_dtype"]
     found = {name: torch.empty_like(arguments[name], memory_format=torch.contiguous_format) for name in names if name == "norm_weight"}
@@ -110,30 +113,61 @@ def conv_norm_pool_gelu_parameter_gradients(
 
 
 def _kernel_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str], may_overwrite: bool) -> dict[str, torch.Tensor]:
-    input, addend = arguments["input"], arguments["addend"]
+    addend = arguments["addend"]
     varies = addend is not None and addend.shape[-3:].numel() > 1
-    batch = input if input.dim() == 5 else input.unsqueeze(0)
-    window = math.prod(arguments["kernel_size"][:2]) * input.shape[-1]
-    x, is_ours = dense(batch, contiguous=varies or window > LARGEST_WINDOW)
-    of_input = x if is_ours or may_overwrite else torch.empty_like(x)
-    joins = "bias" in names or ("addend" in names and not varies)
-    of_channels = x.new_empty(x.shape[:2], dtype=torch.float32) if joins else None
-    of_norm = x.new_empty((2, x.shape[-1]), dtype=torch.float32) if {"norm_weight", "norm_bias"} & set(names) else None
-    given = [
-        arguments[name]
-        for name in ("bias", "addend", "norm_weight", "norm_bias", "addend_scale", "addend_value", "eps", "kernel_size", "approximate")
-    ]
-    grad = (grad if grad.dtype in (x.dtype, torch.float32) else grad.float()).reshape(*x.shape[:2], *grad.shape[-3:]).contiguous()
-    norm_pool_gelu_input_gradient(grad, x, *given, of_input, of_channels, of_norm)
-    found = {"input": of_input if input.dim() == 5 else of_input.squeeze(0)}
-    if of_norm is not None:
-        found["norm_weight"], found["norm_bias"] = of_norm
+    joins, scales = "bias" in names or ("addend" in names and not varies), "norm_weight" in names or "norm_bias" in names
+    taken = ("input", "bias", "addend", "norm_weight", "norm_bias", "addend_scale", "addend_value", "eps", "kernel_size", "approximate")
+    given = (grad, *(arguments[name] for name in taken), joins, scales)
+    of_input, *sums = _run_kernel(*given, may_overwrite=True) if may_overwrite else norm_pool_gelu_kernel_gradients(*given)
+    found = {"input": of_input}
+    if scales:
+        found["norm_weight"], found["norm_bias"] = sums.pop().unbind()
     if "bias" in names:
-        found["bias"] = of_channels.sum(0)
+        found["bias"] = sums[0].sum(0)
     if "addend" in names:
-        summed = of_input.float() if varies else of_channels[..., None, None, None]
+        summed = of_input.float() if varies else sums[0].view(*sums[0].shape, 1, 1, 1)
         found["addend"] = (arguments["addend_scale"] * summed.sum_to_size(addend.shape)).to(addend.device)
     return {name: found[name] for name in ("input", *names)}
+
+
+def _run_kernel(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    addend: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    addend_scale: float,
+    addend_value: float,
+    eps: float,
+    kernel_size: Sequence[int],
+    approximate: str,
+    joins: bool,
+    scales: bool,
+    may_overwrite: bool = False,
+) -> list[torch.Tensor]:
+    """norm_pool_gelu_input_gradient of tensors of any strides: of_input, of_channels if `joins`, of_norm if `scales`."""
+    is_batched = input.dim() == 5
+    grad, batch = (grad, input) if is_batched else (grad.unsqueeze(0), input.unsqueeze(0))
+    varies = addend is not None and addend.shape[-3:].numel() > 1
+    window = math.prod(kernel_size[:2]) * input.shape[-1]
+    x, is_ours = dense(batch, contiguous=varies or window > LARGEST_WINDOW)
+    of_input = x if is_ours or may_overwrite else torch.empty_like(x)
+    of_channels = x.new_empty(x.shape[:2], dtype=torch.float32) if joins else None
+    of_norm = x.new_empty((2, x.shape[-1]), dtype=torch.float32) if scales else None
+    grad = (grad if grad.dtype in (x.dtype, torch.float32) else grad.float()).contiguous()
+    given = (bias, addend, norm_weight, norm_bias, addend_scale, addend_value, eps, kernel_size, approximate)
+    norm_pool_gelu_input_gradient(grad, x, *given, of_input, of_channels, of_norm)
+    found = (of_input if is_batched else of_input.squeeze(0), of_channels, of_norm)
+    return [value for value in found if value is not None]
+
+
+norm_pool_gelu_kernel_gradients = ops.define(
+    "norm_pool_gelu_kernel_gradients(Tensor grad, Tensor input, Tensor? bias, Tensor? addend, Tensor? norm_weight, Tensor? norm_bias, "
+    "float addend_scale, float addend_value, float eps, int[] kernel_size, str approximate, bool joins, bool scales) -> Tensor[]",
+    fake=_run_kernel,
+    kernel=_run_kernel,
+)
 
 
 def _torch_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str], may_overwrite: bool) -> dict[str, torch.Tensor]:

@@ -108,6 +108,7 @@ norm_pool_gelu_training = define_training(
         inner=lambda arguments: arguments["input"].numel(),
         is_sample=_is_sample,
         splits=lambda arguments: arguments["norm_ndim"] < 5 and not kernel_takes(arguments),
+        traced=lambda arguments: kernel_takes(arguments),
     ),
 )
 conv_norm_pool_gelu_training = define_training(

@@ -248,13 +248,15 @@ def test_sources_given_by_a_relative_path_are_found(package, env, monkeypatch):
     assert (folder / "libfxfuse_cpu.so").exists()
 
 
-def test_build_hash_follows_kernels_and_passes(package):
+def test_build_hash_follows_kernels_passes_and_training(package):
     before = build_hash.__wrapped__("cpu", package)
     assert before == build_hash.__wrapped__("cpu", package)
     (package / "passes" / "chain.py").write_text("CHAIN = 2\n")
     after_pass = build_hash.__wrapped__("cpu", package)
+    (package / "training.py").write_text("TRACED = True\n")
+    after_training = build_hash.__wrapped__("cpu", package)
     (package / "csrc" / "answer.cpp").write_text(SOURCE % 43)
-    assert len({before, after_pass, build_hash.__wrapped__("cpu", package)}) == 3
+    assert len({before, after_pass, after_training, build_hash.__wrapped__("cpu", package)}) == 4
 
 
 # Searching and loading

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from reference import gelu_pool_reference, norm_pool_gelu_reference
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fxfuse import ops
+from torch._dynamo.backends.common import aot_autograd
+from functorch.compile import make_boxed_func
+
+from fxfuse import library, ops
 from fxfuse.passes import conv_gelu_pool_gradients as gelu
+from fxfuse.passes import conv_gelu_pool_ops as gelu_ops
 from fxfuse.passes import conv_norm_pool_gelu_gradients as norm
+from fxfuse.passes import conv_norm_pool_gelu_ops as norm_ops
 from fxfuse.recompute import dense
 
 Arguments = dict[str, Any]
@@ -85,6 +90,7 @@ def test_dense() -> None:
         assert is_copy == copied == (found is not given) and torch.equal(found, given)
 
 
+@torch.enable_grad()
 def norm_kernel(grad: torch.Tensor, input: torch.Tensor, *given: Any) -> None:
     """What the CUDA kernel leaves behind, by autograd."""
     bias, addend, weight, shift, scale, value, eps, pool, approximate, of_input, of_channels, of_rows = given
@@ -95,6 +101,7 @@ def norm_kernel(grad: torch.Tensor, input: torch.Tensor, *given: Any) -> None:
     _leave(norm_pool_gelu_reference(*of_norm(leaves[0], **tensors, **rest).values()), leaves, grad, of_input, of_channels, of_rows)
 
 
+@torch.enable_grad()
 def gelu_kernel(grad: torch.Tensor, input: torch.Tensor, bias: Any, size: list[int], approximate: str, *outputs: Any) -> None:
     x = input.detach().double().requires_grad_()
     _leave(gelu_pool_reference(*of_gelu(x, size, bias=bias, approximate=approximate).values()), [x], grad, *outputs)
@@ -139,6 +146,35 @@ def test_gelu_as_torch_s_own_ops(size: list[int], layout: str, may_overwrite: bo
     before = x.clone()
     _check(gelu.gelu_pool_gradients(grad, arguments, ("input", "bias"), may_overwrite), expected)
     assert torch.equal(x, before) == (layout == "sliced" or not may_overwrite)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("dynamic", "held"), [(False, "kernel_gradients"), (True, "backward")])
+@pytest.mark.parametrize("name", ("norm_pool_gelu", "gelu_pool"))
+def test_what_a_compiled_backward_holds(name: str, dynamic: bool, held: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sizes that are known the kernel, with the sums of what it leaves behind as ops of their own."""
+    library.load("cpu")
+    torch._dynamo.reset()
+    norm_a = of_norm(torch.randn(2, 3, 4, 4, 8), bias=torch.randn(3), addend=torch.randn(()), norm_weight=torch.randn(8), norm_bias=torch.randn(8))
+    module, ops_module, kernel, arguments = {
+        "norm_pool_gelu": (norm, norm_ops, norm_kernel, norm_a),
+        "gelu_pool": (gelu, gelu_ops, gelu_kernel, of_gelu(torch.randn(2, 3, 7, 6), [1, 1], bias=torch.randn(3))),
+    }[name]
+    leaves = [value.requires_grad_() for value in arguments.values() if isinstance(value, torch.Tensor)]
+    twin, targets = getattr(torch.ops.fxfuse, f"{name}_training"), []
+
+    def kept(gm: torch.fx.GraphModule, _: Any) -> Any:
+        targets.append([node.target.name() for node in gm.graph.nodes if getattr(node.target, "namespace", None) == "fxfuse"])
+        return make_boxed_func(gm.forward)
+
+    expected = torch.autograd.grad(twin(*arguments.values()).square().sum(), leaves)
+    monkeypatch.setattr(module, f"{name}_input_gradient", lambda grad, *given: None if isinstance(grad, FakeTensor) else kernel(grad, *given))
+    for patched in (module, ops_module):
+        monkeypatch.setattr(patched, "kernel_takes", lambda arguments: True)
+    compiled = torch.compile(lambda *given: twin(*given), backend=aot_autograd(fw_compiler=kept), dynamic=dynamic)
+    found = torch.autograd.grad(compiled(*arguments.values()).square().sum(), leaves)
+    assert targets == [[f"fxfuse::{name}"], [f"fxfuse::{name}_{held}"]]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def _input(shape: tuple[int, ...], layout: str) -> torch.Tensor:
