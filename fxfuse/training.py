@@ -139,9 +139,10 @@ def _in_pieces(backward: Backward, grad: torch.Tensor, arguments: Arguments, ask
 
 
 def _like(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient in the dtype and the strides of torch.empty_like(value), which is what the fake says."""
-    has_dtype = gradient.dtype == value.dtype
-    if has_dtype and value.is_contiguous() and gradient.stride() == value.stride():
+    """The gradient in the dtype and the strides of torch.empty_like(value) and at the start of its memory, which is what the fake says: Inductor
+    stops at a result that is not aligned as the fake's is."""
+    fits = gradient.dtype == value.dtype and gradient.storage_offset() == 0
+    if fits and value.is_contiguous() and gradient.stride() == value.stride():
         return gradient  # as below, without an empty tensor to compare with
     result = torch.empty_like(value)
-    return gradient if has_dtype and gradient.stride() == result.stride() else result.copy_(gradient)
+    return gradient if fits and gradient.stride() == result.stride() else result.copy_(gradient)

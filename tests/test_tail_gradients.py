@@ -177,6 +177,23 @@ def test_what_a_compiled_backward_holds(name: str, dynamic: bool, held: str, mon
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ("norm_pool_gelu", "conv_norm_pool_gelu"))
+def test_gradients_that_a_kernel_leaves_in_one_tensor_come_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.load("cpu")
+    monkeypatch.setattr(norm, "norm_pool_gelu_input_gradient", norm_kernel)
+    monkeypatch.setattr(norm, "kernel_takes", lambda arguments: True)
+    parameters = {"bias": torch.randn(3), "addend": torch.randn(()), "norm_weight": torch.randn(10), "norm_bias": torch.randn(10)}
+    arguments = of_norm(torch.randn(2, 3, 4, 4, 10), **parameters)
+    if name == "conv_norm_pool_gelu":
+        conv = {"input": torch.randn(2, 4, 2, 2, 5), "weight": torch.randn(4, 3, 2, 2, 2), **parameters, "transposed": True}
+        geometry = {"stride": [2] * 3, "padding": [0] * 3, "output_padding": [0] * 3, "addend_scale": 1.0, "addend_value": 0.0, "eps": 1e-5}
+        arguments = {**conv, **geometry, "pool_size": [2] * 3, "approximate": "none", "precision": "ieee", "out_dtype": None}
+    needs = [True] * sum(isinstance(value, torch.Tensor) for value in arguments.values())
+    found = getattr(torch.ops.fxfuse, f"{name}_backward")(torch.randn(2, 3, 2, 2, 5), *arguments.values(), needs)
+    assert len({gradient.untyped_storage().data_ptr() for gradient in found}) == len(needs)
+    assert all(gradient.storage_offset() == 0 for gradient in found)
+
+
 def _input(shape: tuple[int, ...], layout: str) -> torch.Tensor:
     x = torch.randn(shape)
     if layout == "channels_last":
