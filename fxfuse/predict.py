@@ -34,7 +34,8 @@ class Rate:
 class Rates:
     """A measured device. bandwidth, inductor_bandwidth: bytes a microsecond that the ops and Inductor's kernels reach. launch: microseconds a
     kernel costs at least; call: what a call of an op costs beyond that. gelus: how many Inductor's kernels compute in a microsecond.
-    backward_call: what a backward's call must save beside: it is Python, and where a step is short nothing hides the host's time.
+    backward_call, recompute_call: what a backward's call must save beside, and one that computes a convolution again by its library: they are
+    Python, and where a step is short nothing hides the host's time.
 
     kernels: of fused convolutions. ceilings: operations a microsecond, the most that any kernel reaches on the device, by operand.
     """
@@ -47,6 +48,7 @@ class Rates:
     ceilings: Mapping[str, float]
     gelus: float = math.inf
     backward_call: float = 0.0
+    recompute_call: float = 0.0
 
 
 def microseconds(cost: Cost, rates: Rates) -> tuple[float, float]:
@@ -56,7 +58,7 @@ def microseconds(cost: Cost, rates: Rates) -> tuple[float, float]:
     theirs = _inductors(cost.inductor, rates) + convolution
     if cost.backward is None:
         return own, theirs
-    return own + _backward(cost.backward, rates) + rates.backward_call, theirs + _inductors(cost.backward.inductor, rates) + _floors(cost.backward, rates)
+    return own + _backward(cost.backward, rates), theirs + _inductors(cost.backward.inductor, rates) + _floors(cost.backward, rates)
 
 
 def _ops(op: Work, rates: Rates) -> float:
@@ -75,8 +77,9 @@ def _backward(backward: BackwardCost, rates: Rates) -> float:
     """Microseconds of an op's backward. What it computes again is as fast as Inductor's forward, whose floor counts on both sides, but for
     the pieces."""
     if backward.own is not None and backward.own.kernel in rates.kernels:
-        return _ops(backward.own, rates)
-    whole = _ops(backward.op, rates) + _floors(backward, rates) + _floor(backward.again, rates)
+        return rates.backward_call + _ops(backward.own, rates)
+    host = rates.backward_call if backward.again is None else rates.recompute_call
+    whole = host + _ops(backward.op, rates) + _floors(backward, rates) + _floor(backward.again, rates)
     if backward.again is None or backward.pieces == 1:
         return whole
     return whole + PIECES * MOST_OVER_FLOOR * sum(_least(convolution, rates) for convolution in (backward.again, *backward.convolutions))
