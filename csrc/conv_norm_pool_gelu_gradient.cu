@@ -53,6 +53,8 @@ bool conv_norm_pool_gelu_weight_gradient(const Tensor& grad, const Tensor& input
   require(grad.is_contiguous() && of_values.is_contiguous() && sizes_of(grad).size() == call.output_size.size() &&
               std::equal(call.output_size.begin(), call.output_size.end(), sizes_of(grad).begin()), "grad has shape ", text_of(sizes_of(grad)),
           ", but a contiguous one of the output's shape ", text_of(call.output_size), " is needed.");
+  const auto starts_at_a_pair = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % (2 * t.element_size()) == 0; };
+  require(starts_at_a_pair(grad) && starts_at_a_pair(of_values), "grad or of_values starts between two elements of a pair; a copy does not.");
   require(!of_norm_weight || of_norm_weight->is_contiguous(), "of_norm_weight is not contiguous, but it must be.");
   const Problem& p = call.problem;
   const auto attribute = [&](cudaDeviceAttr a) { return device_attribute(a, input.get_device_index()); };

@@ -42,7 +42,6 @@ struct GradientJob {
 struct GradientPlan {
   GradientJob jobs[kJobs];
   int row_blocks, columns, blocks;
-  bool has_chunks;  // see has_channel_chunks
 
   __host__ __device__ int warpgroups() const { return blocks * kGradientGroups; }
 };
@@ -52,8 +51,7 @@ template <Operand operand>
 GradientPlan make_gradient_plan(const Problem& p, int num_processors) {
   constexpr bool kHasTerms = GradientTile<operand>::kTerms == 2;
   constexpr double kArithmetic = 4100, kOutput = kHasTerms ? 1100 : 380, kGradient = kHasTerms ? 1250 : 430;
-  GradientPlan plan{.jobs = {{0, 0, 1}, {1, 0, 2}, {2, 0, 2}, {3, 0, 2}, {3, 2, 2}}, .row_blocks = 0, .columns = 0, .blocks = num_processors,
-                    .has_chunks = has_channel_chunks(p, sizeof(DataOf<operand>))};
+  GradientPlan plan{.jobs = {{0, 0, 1}, {1, 0, 2}, {2, 0, 2}, {3, 0, 2}, {3, 2, 2}}, .row_blocks = 0, .columns = 0, .blocks = num_processors};
   plan.row_blocks = static_cast<int>(ceil_div(p.h.input, GradientTile<operand>::kRows));
   plan.columns = static_cast<int>(p.num_n * plan.row_blocks);
   double all = 0;

@@ -39,22 +39,12 @@ struct HopperTile {
   static_assert(kStages >= 2, "the ring of weights needs two stages");
 };
 
-// Whether 16 bytes of the input's channels lie next to each other, aligned, as in channels_last.
-inline bool has_channel_chunks(const Problem& p, int element_size) {
-  const int per_chunk = kChunkBytes / element_size;
-  const auto is_whole = [&](int64_t elements) { return elements % per_chunk == 0; };
-  const int64_t* stride = p.input_stride;
-  return stride[1] == 1 && is_whole(p.in_channels) && is_whole(stride[0]) && is_whole(stride[2]) && is_whole(stride[3]) && is_whole(stride[4]) &&
-         reinterpret_cast<uintptr_t>(p.input) % kChunkBytes == 0;
-}
-
 struct HopperPlan {
   int rows;           // input rows (= pooled rows) of a tile
   int row_blocks;     // tiles along H
   int columns;        // (sample, row block) pairs; a block walks one along D, two planes at a time
   int blocks;
   int stages;         // weights in shared memory
-  bool has_chunks;    // see has_channel_chunks
   int64_t packed_bytes;
   int shared_bytes;
 
@@ -72,7 +62,7 @@ HopperPlan make_hopper_plan(const Problem& p, int num_processors) {
   const int row_blocks = static_cast<int>(ceil_div(p.h.input, Tile::kRows));
   const int columns = static_cast<int>(p.num_n * row_blocks);  // each has at least 64 pixels: int counts all that fit any memory
   return {Tile::kRows, row_blocks, columns, std::min(columns, num_processors), Tile::kStages,
-          has_channel_chunks(p, sizeof(DataOf<operand>)), int64_t{Tile::kTileStages} * Tile::kStageBytes, Tile::kSharedBytes};
+          int64_t{Tile::kTileStages} * Tile::kStageBytes, Tile::kSharedBytes};
 }
 
 // The class of the headline model: the 2x upsampling transposed convolution (kernel 3, stride 2, padding 1, output_padding 1) of rows of 32

@@ -24,13 +24,12 @@ constexpr int kWarpChannels = kHopperInChannels / kProducerWarps;
 // The columns of tiles that a block walks, (sample, row block) pairs, and how many planes of each it reads, those beyond the input as zeros.
 struct ColumnWalk {
   int first, step, columns, row_blocks, planes;
-  bool has_chunks;  // see has_channel_chunks
 };
 
 // Two warpgroups take planes in turns and read the one behind theirs.
 template <typename Plan>
 __device__ __forceinline__ ColumnWalk walk_of(const Problem& p, const Plan& plan, int first, int step) {
-  return {first, step, plan.columns, plan.row_blocks, (p.d.input + 1) / 2 * 2 + 1, plan.has_chunks};
+  return {first, step, plan.columns, plan.row_blocks, (p.d.input + 1) / 2 * 2 + 1};
 }
 
 // A plane of a walk: from: the tile's first row in it; rows: how many the input has from there on, 0 outside of it.
@@ -53,15 +52,16 @@ struct PlanePosition {
   }
 };
 
-// 8 input channels of this lane's pixel as they come from memory, in registers: one each, or chunks of 16 bytes. Nothing that waits for them.
+// 8 input channels of this lane's pixel as they come from memory, in registers: one each, or 16 bytes at a time where Problem::reads_records.
+// Nothing here waits for them.
 template <typename T>
 struct RawLine {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, unsigned short>;
   uint32_t words[kWarpChannels];
 
   // channels: how many exist.
-  __device__ __forceinline__ void load(const T* from, int64_t channel_pitch, int channels, bool has_chunks) {
-    if (has_chunks) {
+  __device__ __forceinline__ void load(const Problem& p, const T* from, int channels) {
+    if (p.reads_records) {
       constexpr int kChunks = kWarpChannels * sizeof(T) / kChunkBytes, kPerChunk = kWarpChannels / kChunks;
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
@@ -75,15 +75,15 @@ struct RawLine {
     asm volatile("" : "+l"(bits));
     if (channels >= kWarpChannels) {
 #pragma unroll
-      for (int c = 0; c < kWarpChannels; ++c, bits += channel_pitch) words[c] = __ldg(bits);
+      for (int c = 0; c < kWarpChannels; ++c, bits += p.input_stride[1]) words[c] = __ldg(bits);
     } else {
 #pragma unroll
-      for (int c = 0; c < kWarpChannels; ++c, bits += channel_pitch) words[c] = c < channels ? __ldg(bits) : Bits{0};
+      for (int c = 0; c < kWarpChannels; ++c, bits += p.input_stride[1]) words[c] = c < channels ? __ldg(bits) : Bits{0};
     }
   }
 
-  __device__ __forceinline__ void unpack(bool has_chunks, T (&value)[kWarpChannels]) const {
-    if (sizeof(T) == 4 || has_chunks) {
+  __device__ __forceinline__ void unpack(const Problem& p, T (&value)[kWarpChannels]) const {
+    if (sizeof(T) == 4 || p.reads_records) {
       memcpy(value, words, sizeof value);
       return;
     }
@@ -104,7 +104,7 @@ __device__ __forceinline__ void produce_planes(const Problem& p, const ColumnWal
   at.start(p, walk, walk.first);
   const auto load = [&](RawLine<T>& to, int line) {
     const int channels = line < at.rows ? p.in_channels - channel : 0;
-    to.load(at.from + (offset + line * static_cast<int>(p.input_stride[3])), p.input_stride[1], channels, walk.has_chunks);
+    to.load(p, at.from + (offset + line * static_cast<int>(p.input_stride[3])), channels);
   };
 #pragma unroll
   for (int line = 0; line < kAtOnce; ++line) load(raw[line], line);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void produce_planes(const Problem& p, const ColumnWal
 #pragma unroll
     for (int line = 0; line < kLines; ++line) {
       T value[kWarpChannels];
-      raw[line % kAtOnce].unpack(walk.has_chunks, value);
+      raw[line % kAtOnce].unpack(p, value);
       store_line(to + line * Tile::kLineBytes, value);
       if (line + kAtOnce == kLines) at.advance(p, walk);
       load(raw[line % kAtOnce], line + kAtOnce < kLines ? line + kAtOnce : line % kAtOnce);

@@ -100,7 +100,10 @@ def conv_norm_pool_gelu_parameter_gradients(
     found = {name: torch.empty_like(arguments[name], memory_format=torch.contiguous_format) for name in names if name == "norm_weight"}
     found["weight"] = torch.empty_like(arguments["weight"])
     of_values = torch.empty_like(grad, memory_format=torch.contiguous_format)  # of every value in an output's window
-    if not conv_norm_pool_gelu_weight_gradient(grad.contiguous(), *given, found["weight"], found.get("norm_weight"), of_values):
+    grad = grad.contiguous()
+    if grad.data_ptr() % (2 * grad.element_size()):  # part of another tensor; the kernel reads pairs
+        grad = grad.clone()
+    if not conv_norm_pool_gelu_weight_gradient(grad, *given, found["weight"], found.get("norm_weight"), of_values):
         return None
     if "norm_bias" in names:
         depth, height, width = arguments["pool_size"]

@@ -98,6 +98,12 @@ def test_channels_of_a_wider_channels_last_tensor(first, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_output_gradient_that_starts_anywhere(dtype):
+    arguments, grad = operands(9, 24, 64, 3, 31, dtype=dtype)
+    check(arguments, torch.cat([grad.new_ones(1), grad.flatten()])[1:].view(grad.shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_eps_and_sizes_that_end_in_a_tile(dtype):
     arguments, grad = operands(9, 24, 64, 3, 31, dtype=dtype)
     check({**arguments, "eps": 0.0}, grad)

@@ -108,6 +108,27 @@ def test_rows_of_no_whole_number_of_16_bytes(dtype: torch.dtype, backward: str) 
         assert_gradients(ConvNormPoolGelu(8, 16, 10).to(DEVICE, dtype), torch.randn((3, 8, 4, 8, 5), device=DEVICE, dtype=dtype), backward=backward)
 
 
+@pytest.mark.parametrize("backward", ["recompute", "save"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_results_that_become_part_of_another_tensor(chain: str, dtype: torch.dtype, backward: str) -> None:
+    """Their gradients lie in another one's memory, at any offset."""
+    model, x = make(chain, dtype)
+    with switched("ieee"):
+        found = Step(nn.Sequential(compiled(model, **{"fxfuse.backward": backward}), _Behind()), (x,), True)()
+        eager = Step(nn.Sequential(model, _Behind()), (x,), True)()
+    for name, gradient, want in zip(eager, found.values(), eager.values(), strict=True):
+        noise = 2e-2 * max(float(want.abs().max()), 1e-2)
+        torch.testing.assert_close(gradient, want, rtol=2e-2, atol=noise, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class _Behind(nn.Module):
+    """Puts one number in front of all others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x.new_ones(1), x.flatten()])
+
+
 @pytest.mark.parametrize("chain", CHAINS)
 def test_gradients_of_large_convolution_outputs(chain: str) -> None:
     """The batch comes in several pieces."""
