@@ -7,7 +7,8 @@
 // B is the plane that the output came from, read with channels as N. In fp32 all operands are sums of two bf16 values, of whose products the
 // three large ones are taken: 2^-16 of a product is left, TF32 leaves 2^-11.
 //
-// The weight's gradient has 27 x 32 x 64 sums, more than registers: see GradientJob. Each warpgroup walks columns of tiles along D.
+// The weight's gradient has 27 x 32 x 64 sums, more than registers: see GradientJob. A block walks columns of tiles along D: warpgroups 0 and 1
+// take planes d and d + 1, each with sums of its own; 2 brings the planes, which both read.
 #pragma once
 
 #include "common/hopper.cuh"
