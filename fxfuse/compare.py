@@ -1,4 +1,5 @@
-"""What a dump's `repro_*.py` calls: eager, Inductor and fxfuse on one chain, their errors against fp64 and their times."""
+"""What a dump's `repro_*.py` calls: eager, Inductor and fxfuse on one chain, their errors against fp64 and their times; of a training step where
+gradients were on and an input needs one."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from tabulate import tabulate
 
 from . import registry, torch_private
 from .bench.timing import in_a_word, timed
+from .bench.work import Inference, Training, Work, fixed_gradient
 from .chain import chain_names
-from .measure import medians, relative_error, rounded_to_tf32, widened
+from .measure import medians, rounded_to_tf32, widened
 from .report import reports
 
 ROUNDS = 15
@@ -65,15 +67,17 @@ def compare(chain: Chain, inputs: Inputs, setting: Setting) -> int:
         print(f"{setting.chains[missing[0]]} does not hold the chain {missing[0]}, which was registered", file=sys.stderr)
         return 1
     torch.backends.cudnn.conv.fp32_precision = "tf32" if setting.tf32 else "ieee"
-    calls, device = _contenders(chain, setting), inputs()[0].device
-    with torch.no_grad():
-        expected = chain(*map(widened, inputs()))
-    errors, failed = _errors(calls, inputs, setting, expected)
-    allowed = _allowed(chain, inputs, setting, errors, expected)
-    del expected
     given = inputs()
+    calls, work, trained = _contenders(chain, setting), Inference(), sum(setting.grad and x.requires_grad for x in given)
+    if trained:
+        calls, work = {name: _step(call) for name, call in calls.items()}, Training()
+        print(f"A training step: forward, and the gradients of {trained} of {len(given)} inputs.", end="\n\n")
+    expected = _in_fp64(calls["eager"], given, setting)
+    errors, failed = _errors(calls, inputs, setting, work, expected)
+    allowed = _allowed(calls["eager"], inputs, setting, work, errors, expected)
+    del expected
     with _state(setting):
-        times = timed({name: functools.partial(calls[name], *given) for name in errors}, device, ROUNDS)
+        times = timed({name: functools.partial(calls[name], *given) for name in errors}, given[0].device, ROUNDS)
     failed = {**failed, **times.failed}
     milliseconds = medians({name: times.compared[name] for name in errors if name in times.compared})
     rows = [(name, _text(milliseconds.get(name), ".4f"), _text(errors.get(name), ".1e"), failed.get(name, "")) for name in calls]
@@ -94,6 +98,28 @@ def _contenders(chain: Chain, setting: Setting) -> dict[str, Chain]:
     }
 
 
+def _step(call: Chain) -> Chain:
+    """The call's results, and the gradients that fixed random ones of theirs bring to the inputs that need one, by name."""
+    made: dict[tuple[torch.dtype, ...], list[torch.Tensor]] = {}  # once, so that they are not timed
+
+    def step(*given: torch.Tensor) -> dict[str, torch.Tensor]:
+        results = [leaf for leaf in torch.utils._pytree.tree_leaves(call(*given)) if isinstance(leaf, torch.Tensor)]
+        needing = [result for result in results if result.requires_grad]
+        leaves = {f"gradient of input {index}": x for index, x in enumerate(given) if x.requires_grad}
+        dtypes = tuple(result.dtype for result in needing)
+        made[dtypes] = made.get(dtypes) or [fixed_gradient(result, seed) for seed, result in enumerate(needing)]
+        found = torch.autograd.grad(needing, list(leaves.values()), made[dtypes], allow_unused=True) if needing else ()
+        gradients = {name: gradient for name, gradient in zip(leaves, found) if gradient is not None}
+        return {**{f"result {index}": result.detach() for index, result in enumerate(results)}, **gradients}
+
+    return step
+
+
+def _in_fp64(call: Chain, given: Sequence[torch.Tensor], setting: Setting) -> Any:
+    with torch.set_grad_enabled(setting.grad):
+        return call(*(widened(x.detach()).requires_grad_(x.requires_grad) for x in given))
+
+
 @contextlib.contextmanager
 def _state(setting: Setting) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
@@ -103,27 +129,28 @@ def _state(setting: Setting) -> Iterator[None]:
         yield
 
 
-def _errors(calls: Mapping[str, Chain], inputs: Inputs, setting: Setting, expected: Any) -> tuple[dict[str, float], dict[str, str]]:
+def _errors(
+    calls: Mapping[str, Chain], inputs: Inputs, setting: Setting, work: Work, expected: Any
+) -> tuple[dict[str, float], dict[str, str]]:
     """Relative errors of the contenders that run, and a line for each that does not. Inputs are made anew: a chain may write to them."""
     errors, failed = {}, {}
     with _state(setting):
         for name, call in calls.items():
             try:
-                errors[name] = relative_error(call(*inputs()), expected)
+                errors[name] = max(work.errors(call(*inputs()), expected).values())
             except Exception as error:
                 failed[name] = in_a_word(error)
     return errors, failed
 
 
-@torch.no_grad()
-def _allowed(chain: Chain, inputs: Inputs, setting: Setting, errors: Mapping[str, float], expected: Any) -> float:
+def _allowed(call: Chain, inputs: Inputs, setting: Setting, work: Work, errors: Mapping[str, float], expected: Any) -> float:
     given = inputs()
     # Where eager has no kernel (a CPU's avg_pool3d in bf16), the rounding of the inputs' dtype stands for its error.
     coarsest = max(torch.finfo(x.dtype).eps for x in given if x.is_floating_point())
     allowed = [ERROR_FLOOR, ERROR_FACTOR * errors.get("eager", coarsest)]
     if setting.tf32 and given[0].is_cuda:
-        rounded = [rounded_to_tf32(x.detach()) if x.dtype == torch.float32 else x for x in given]
-        allowed.append(ERROR_FACTOR * relative_error(chain(*map(widened, rounded)), expected))
+        rounded = [rounded_to_tf32(x.detach()).requires_grad_(x.requires_grad) if x.dtype == torch.float32 else x for x in given]
+        allowed.append(ERROR_FACTOR * max(work.errors(_in_fp64(call, rounded, setting), expected).values()))
     return max(allowed)
 
 

@@ -144,6 +144,24 @@ def test_a_wrong_result_is_exit_code_1(tmp_path: Path) -> None:
     assert done.returncode == 1 and "fxfuse errs by 2.0e+00, more than the allowed" in done.stderr
 
 
+def test_a_wrong_gradient_is_exit_code_1(tmp_path: Path) -> None:
+    """The script is given an op whose gradients are twice too large."""
+    with torch.enable_grad():
+        (made,) = dumped(tmp_path, ConvGeluPool(), torch.randn(2, 4, 8, 8), backward="save")
+    (script,) = made.glob("repro_*.py")
+    wrong = (
+        "import fxfuse.compare as c\n"
+        "made = c._contenders\n"
+        "def double(x): return x.detach() + 2 * (x - x.detach())\n"
+        "c._contenders = lambda chain, setting: {**made(chain, setting), 'fxfuse': lambda *x: (double(chain(*x)[0]),)}\n"
+    )
+    head, rest = script.read_text().split("import sys\n", 1)
+    assert rerun(script).returncode == 0
+    script.write_text(f"{head}import sys\n{wrong}{rest}")
+    done = rerun(script)
+    assert done.returncode == 1 and "fxfuse errs by 1.0e+00, more than the allowed" in done.stderr
+
+
 def test_sizes_that_vary_are_the_examples_in_a_script(tmp_path: Path) -> None:
     (made,) = dumped(tmp_path, ConvNormPoolGelu(), volume(), dynamic=True)
     assert "s" in told(made)["fused"][0]["shapes"] and "Sym(" in (made / "before.py").read_text()
@@ -169,6 +187,7 @@ def test_a_script_keeps_strides_offset_dtype_autocast_and_grad(tmp_path: Path) -
     done = rerun(script)
     assert done.returncode == 0 and "UserWarning" not in done.stderr, done.stderr
     assert "1 fused, 0 declined" in done.stdout, "the op with a gradient is not taken in the script"
+    assert "A training step: forward, and the gradients of 1 of 2 inputs." in done.stdout
 
 
 def test_a_chain_in_a_body_has_a_script_too(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class Step:
             results = [leaf for leaf in tree_leaves(self.model(*self.inputs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if not results:
                 raise ValueError("no result of the model needs a gradient")
-            self.grads = self.grads or [_fixed_gradient(result, seed) for seed, result in enumerate(results)]
+            self.grads = self.grads or [fixed_gradient(result, seed) for seed, result in enumerate(results)]
             torch.autograd.backward(results, self.grads)
             return {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
         finally:
@@ -111,7 +111,7 @@ class Step:
 
 
 @torch.no_grad()
-def _fixed_gradient(result: torch.Tensor, seed: int) -> torch.Tensor:
+def fixed_gradient(result: torch.Tensor, seed: int) -> torch.Tensor:
     """The same for every contender, in the result's dtype and strides: normal, rounded to 1/16, which every dtype holds."""
     generator = torch.Generator(result.device).manual_seed(seed)
     values = torch.randn(result.shape, generator=generator, device=result.device)
