@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxfuse.passes.conv_gelu_pool_gradients import conv_gelu_pool_parameter_gradients
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
@@ -143,6 +145,16 @@ def test_the_same_bits_in_every_run(dtype):
     first = kernel_gradients(*arguments)
     for _ in range(10):
         assert all(torch.equal(a, b) for a, b in zip(first, kernel_gradients(*arguments), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_python_asks_about_what_the_kernel_takes(dtype):
+    """Pairs of a tap and 8 channels: one more is refused, and not asked about."""
+    for c_in, kernel in ((24, (3, 3)), (32, (3, 3)), (8, (4, 7))):
+        x, weight, bias, grad = operands(2, c_in, 64, (20, 40), kernel, dtype=dtype)
+        fixed = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "approximate": "none", "precision": "tf32"}
+        asked = conv_gelu_pool_parameter_gradients(grad, {"input": x, "weight": weight, "bias": bias, **fixed}, ["weight", "bias"])
+        assert (asked is None) == (kernel_gradients(x, weight, bias, grad) is None) == (c_in // 8 * math.prod(kernel) > 27)
 
 
 def test_what_it_does_not_take_is_left_alone():
