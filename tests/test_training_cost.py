@@ -113,3 +113,12 @@ SUMS = {
 @pytest.mark.parametrize(("cost", "expected"), SUMS.values(), ids=SUMS)
 def test_sums(cost: Cost, expected: tuple[float, float]) -> None:
     assert microseconds(cost, PLAIN) == pytest.approx(expected)
+
+
+HOST = {"an inference": 0, "a saved output": 1000, "one piece": 2000, "pieces": 2000, "a kernel of its own": 1000}
+
+
+@pytest.mark.parametrize(("name", "host"), HOST.items(), ids=HOST)
+def test_the_hosts_time(name: str, host: float) -> None:
+    cost, (own, theirs) = SUMS[name]
+    assert microseconds(cost, replace(PLAIN, backward_call=1000.0, recompute_call=2000.0)) == pytest.approx((own + host, theirs))
