@@ -225,6 +225,9 @@ def test_chart_of_time_and_of_memory(tmp_path: Path) -> None:
         {"suite": "headline", "rows": [{**own, "peak_mb": None} for own in kept], "device": "a CPU", "torch": "2"}, tmp_path / "time.svg"
     )
     assert "peak MB" not in (tmp_path / "time.svg").read_text()
+    fewer = [own for own in kept if own["contender"] != "fxfuse save"]
+    chart.draw({"suite": "headline", "rows": fewer, "device": "a GPU", "torch": "2"}, tmp_path / "fewer.svg")
+    assert "<!-- fxfuse save -->" in drawn and "<!-- fxfuse save -->" not in (tmp_path / "fewer.svg").read_text()
 
 
 def test_a_memory_estimate_of_a_step_is_larger(monkeypatch: pytest.MonkeyPatch, model: Path, capsys: pytest.CaptureFixture[str]) -> None:

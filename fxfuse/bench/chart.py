@@ -53,11 +53,12 @@ def draw(result: dict[str, Any], target: Path) -> None:
 
 
 def _models(rows: Rows, plt: Any) -> Any:
-    """A panel for each model: a group of bars for each dtype and layout, a bar each for eager, the best Inductor and fxfuse. Of training steps
-    with fxfuse's ways of the backward, and below it a panel of peak memory."""
+    """A panel for each model: a group of bars for each dtype and layout, a bar each for eager, the best Inductor and fxfuse, as far as they were
+    measured. Of training steps with fxfuse's ways of the backward, and below it a panel of peak memory."""
     models = list(dict.fromkeys(row["workload"] for row in rows))
     training = any(row.get("training") for row in rows)
-    colours = TRAINING_COLOURS if training else COLOURS
+    every = TRAINING_COLOURS if training else COLOURS
+    colours = {name: colour for name, colour in every.items() if _bar(rows, name, _milliseconds) is not None} or every
     lines = [_milliseconds, _megabytes] if training and any(map(_megabytes, rows)) else [_milliseconds]
     size = (6.5 * max(len(models), 1), 4 * len(lines))
     figure, axes = plt.subplots(len(lines), max(len(models), 1), figsize=size, constrained_layout=True, squeeze=False)
