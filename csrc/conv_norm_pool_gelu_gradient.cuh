@@ -96,13 +96,13 @@ struct GradientWalk {
   template <int kAllPairs>
   __device__ __forceinline__ void multiply(Values& even, Values& odd, uint32_t plane) const {
     constexpr int kProducts = Tile::kTerms == 2 ? 3 : 1;
-    constexpr uint32_t kTerm = Tile::kTermBytes / kChunkBytes, kOfTap = Tile::kTerms * Tile::kWeightBytes / kChunkBytes;
+    constexpr uint32_t kTerm = Tile::kTermBytes / kChunkBytes, kTapChunks = Tile::kTerms * Tile::kWeightBytes / kChunkBytes;
     uint32_t of_pair = barriers.weights / kChunkBytes + kWeightK;
     wait_for_plane(plane);
     if (job.parity >> 1) wait_for_plane(plane + 1);
     wgmma_fence();
 #pragma unroll
-    for (int pair = 0; pair < kAllPairs; ++pair, of_pair += 3 * kOfTap) {
+    for (int pair = 0; pair < kAllPairs; ++pair, of_pair += 3 * kTapChunks) {
       const uint32_t pixels = pixels_of(plane, pair) + kPixelK;
 #pragma unroll
       for (int tap_w = 0; tap_w < 3; ++tap_w) {
@@ -110,7 +110,7 @@ struct GradientWalk {
 #pragma unroll
         for (int product = 0; product < kProducts; ++product) {
           const int of_weight = kProducts == 3 && product == 1, of_pixels = kProducts == 3 && product == 0;
-          const uint32_t a = of_pair + tap_w * kOfTap + of_weight * (Tile::kWeightBytes / kChunkBytes);
+          const uint32_t a = of_pair + tap_w * kTapChunks + of_weight * (Tile::kWeightBytes / kChunkBytes);
           const uint32_t b = pixels + (tap_w == 2 ? kCopy : 0) + of_pixels * kTerm;
 #pragma unroll
           for (int k = 0; k < Tile::kChunks / 2; ++k) {

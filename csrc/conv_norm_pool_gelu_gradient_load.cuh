@@ -51,12 +51,12 @@ template <Operand operand>
 __device__ __forceinline__ void produce_gradient_operands(const Problem& p, const GradientJob& job, const ColumnWalk& columns,
                                                           const HopperBarriers& barriers, const char* packed) {
   using Tile = GradientTile<operand>;
-  constexpr int kOfTap = Tile::kTerms * Tile::kWeightBytes;
+  constexpr int kTapBytes = Tile::kTerms * Tile::kWeightBytes;
   if (threadIdx.x % 128 == 0) {
-    const int bytes = 3 * job.all_pairs() * kOfTap;
+    const int bytes = 3 * job.all_pairs() * kTapBytes;
     wait_for_previous_kernel();  // which packs the weights
     mbarrier_expect(barriers.weights_full(0), bytes);
-    bulk_copy(barriers.weights, packed + job.first_tap() * kOfTap, bytes, barriers.weights_full(0));
+    bulk_copy(barriers.weights, packed + job.first_tap() * kTapBytes, bytes, barriers.weights_full(0));
   }
   __syncwarp();
   produce_planes<Tile, Tile::kRows + 1, DataOf<operand>>(

@@ -5,7 +5,7 @@
 //
 //   form      instr  error    what it is for
 //   Accurate   18    2.2e-7   gradients that are stored one by one, and sums of fp32-accurate products
-//   Fast       14    4.4e-6   factors of products of TF32 or 16 bits, which round them to 2^-16 and less
+//   Fast       14    4.4e-6   at results of products of TF32 or 16 bits, and factors of such: good to 2^-16 and less
 //   Tanh       13    3.5e-7   approximate="tanh" only
 //
 // All are 0 below and 1 above for large finite x, FLT_MAX included, and nan for nan and +-inf, as eager's 1 + inf * 0 is. The last takes no
