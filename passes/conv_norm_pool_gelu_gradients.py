@@ -134,22 +134,10 @@ def _kernel_gradients(grad: torch.Tensor, arguments: Mapping[str, Any], names: S
 
 
 def _run_kernel(
-    grad: torch.Tensor,
-    input: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    addend_scale: float,
-    addend_value: float,
-    eps: float,
-    kernel_size: Sequence[int],
-    approximate: str,
-    joins: bool,
-    scales: bool,
-    may_overwrite: bool = False,
+    grad: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None, addend: torch.Tensor | None, *given: Any, may_overwrite: bool = False
 ) -> list[torch.Tensor]:
     """norm_pool_gelu_input_gradient of tensors of any strides: of_input, of_channels if `joins`, of_norm if `scales`."""
+    *norm, kernel_size, approximate, joins, scales = given
     is_batched = input.dim() == 5
     grad, batch = (grad, input) if is_batched else (grad.unsqueeze(0), input.unsqueeze(0))
     varies = addend is not None and addend.shape[-3:].numel() > 1
@@ -159,8 +147,7 @@ def _run_kernel(
     of_channels = x.new_empty(x.shape[:2], dtype=torch.float32) if joins else None
     of_norm = x.new_empty((2, x.shape[-1]), dtype=torch.float32) if scales else None
     grad = (grad if grad.dtype in (x.dtype, torch.float32) else grad.float()).contiguous()
-    given = (bias, addend, norm_weight, norm_bias, addend_scale, addend_value, eps, kernel_size, approximate)
-    norm_pool_gelu_input_gradient(grad, x, *given, of_input, of_channels, of_norm)
+    norm_pool_gelu_input_gradient(grad, x, bias, addend, *norm, kernel_size, approximate, of_input, of_channels, of_norm)
     found = (of_input if is_batched else of_input.squeeze(0), of_channels, of_norm)
     return [value for value in found if value is not None]
 
