@@ -80,7 +80,7 @@ def _by_bytes(cost: Cost, step: str) -> Choice:
 # The H200's, in examples/results: the tails' bandwidth (tails_h200.json), Hopper kernels (headline_h200.json), and, fitted on sweep_h200.json:
 # Inductor's GELUs, `call`, `start` and the rate beside it. In no file: conv_gelu_pool's portable kernels, timed while they were written, and
 # the ceilings (cuBLAS products; fp32 FFMA for ieee), which differ with the run. `launch` is an assumption.
-# Backwards: training_h200.json, less 5 %; their calls: what wall times of steps below .6 ms were longer by than Inductor's in the median of
+# Backwards: steps of training_h200.json take 10 to 14 % less than predicted with these; their calls: what wall times of steps below .6 ms were longer by than Inductor's in the median of
 # training_sweep_h200.json, `save` and `recompute`.
 RATES: Mapping[str, Rates] = {
     "NVIDIA H200": Rates(
