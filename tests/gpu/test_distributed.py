@@ -1,4 +1,4 @@
-"""Training on two GPUs through NCCL."""
+"""Training on ranks with a GPU each through NCCL, and on two ranks that may share one, which NCCL refuses, through gloo."""
 
 from __future__ import annotations
 
@@ -6,9 +6,21 @@ import pytest
 import ranks
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.large, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.large]
+
+both_ways = pytest.mark.parametrize("parallel", [ranks.DDP, ranks.FSDP], ids=["DDP", "FSDP2"])
 
 
-@pytest.mark.parametrize("parallel", [ranks.DDP, ranks.FSDP], ids=["DDP", "FSDP2"])
-def test_gradients_on_two_gpus_are_eagers(parallel: str) -> None:
+@both_ways
+def test_one_rank(parallel: str) -> None:
+    ranks.assert_gradients_are_eagers(parallel, backend="nccl", device="cuda", world=1)
+
+
+@both_ways
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_two_ranks(parallel: str) -> None:
     ranks.assert_gradients_are_eagers(parallel, backend="nccl", device="cuda")
+
+
+def test_two_ranks_through_gloo() -> None:
+    ranks.assert_gradients_are_eagers(ranks.DDP, backend="gloo", device="cuda")  # FSDP2 on CUDA needs more of gloo than it has
