@@ -12,11 +12,9 @@
 namespace fxfuse::conv_gelu_pool {
 namespace {
 
-// fp32 as accurate as fp32's is left to the library: pairs of bf16 are better than TF32, but not that good.
-std::optional<Product> gradient_product(ScalarType dtype, std::string_view precision) {
+Product gradient_product(ScalarType dtype, std::string_view precision) {
   const Product product = product_of(dtype, precision);
-  if (product == Product::Fp32) return std::nullopt;
-  return product == Product::Tf32 ? Product::Bf16Pair : product;
+  return product == Product::Fp32 ? Product::Bf16Triple : product == Product::Tf32 ? Product::Bf16Pair : product;
 }
 
 std::optional<HopperTiling> gradient_tiling(const ConvShape& shape, bool has_pairs, Product product, int device_index) {
@@ -41,7 +39,8 @@ template <typename F>
 void dispatch_gradient(Product product, F&& f) {
   if (product == Product::Bf16) f.template operator()<Product::Bf16>();
   else if (product == Product::Fp16) f.template operator()<Product::Fp16>();
-  else f.template operator()<Product::Bf16Pair>();
+  else if (product == Product::Bf16Pair) f.template operator()<Product::Bf16Pair>();
+  else f.template operator()<Product::Bf16Triple>();
 }
 
 // Calls f.operator()<is_tanh, bias_in_k, wide>().
@@ -96,8 +95,8 @@ bool conv_gelu_pool_weight_gradient(const Tensor& grad, const Tensor& input, con
   const ConvPoolGeometry g = check_conv_gelu_pool(input, weight, bias, stride, padding, dilation, true, precision);
   require(grad.is_contiguous() && grad.numel() == g.batch * g.channels_out, "grad has shape ", text_of(sizes_of(grad)),
           ", but a contiguous value for each image and output channel is needed.");
-  const std::optional<Product> product = gradient_product(input.scalar_type(), precision);
-  if (!product || grad.numel() == 0 || !conv_gelu_pool_takes(g.channels_in, g.channels_out, g.kernel[0] * g.kernel[1] * g.kernel[2])) return false;
+  const Product product = gradient_product(input.scalar_type(), precision);
+  if (grad.numel() == 0 || !conv_gelu_pool_takes(g.channels_in, g.channels_out, g.kernel[0] * g.kernel[1] * g.kernel[2])) return false;
   const ConvShape given = shape_of(g), shape = is_turned(given) ? turned(given) : given;
   const auto turned_view = [&](View view) {
     if (is_turned(given)) std::swap(view.pixel[1], view.pixel[2]);
@@ -106,7 +105,7 @@ bool conv_gelu_pool_weight_gradient(const Tensor& grad, const Tensor& input, con
   const View view = view_of(input, g.dims, g.is_batched);
   check_image(input, view, given);
   const bool pairs = has_pairs(view, given, input.element_size()) && !is_turned(given);
-  const std::optional<HopperTiling>& tiling = cached_tiling(shape, pairs, *product, input.get_device_index());
+  const std::optional<HopperTiling>& tiling = cached_tiling(shape, pairs, product, input.get_device_index());
   if (!tiling || shape.batch * tiling->steps() > INT32_MAX) return false;
   const std::optional<Tensor> dense_bias = bias ? std::optional(torch::stable::contiguous(*bias)) : std::nullopt;
   const GradientLines lines(shape, tiling->chunks);
@@ -115,7 +114,7 @@ bool conv_gelu_pool_weight_gradient(const Tensor& grad, const Tensor& input, con
   GradientSums sums{.shape = shape, .lines = lines, .partials = nullptr, .shares = 0, .row_tiles = 0,
                     .of_weight = turned_view(view_of(of_weight, g.dims, true)), .of_bias = of_bias ? of_bias->data_ptr() : nullptr,
                     .bias_is_float = of_bias && of_bias->scalar_type() == ScalarType::Float};
-  run(grad, input, turned_view(view_of(weight, g.dims, true)), dense_bias, job, *product, is_tanh_form(approximate), sums);
+  run(grad, input, turned_view(view_of(weight, g.dims, true)), dense_bias, job, product, is_tanh_form(approximate), sums);
   return true;
 }
 

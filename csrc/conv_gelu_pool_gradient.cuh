@@ -17,10 +17,14 @@
 namespace fxfuse::conv_gelu_pool {
 
 // As many as registers allow.
-constexpr int gradient_blocks_per_sm(Product product) { return num_splits(product) == 2 ? 2 : 3; }
+constexpr int gradient_blocks_per_sm(Product product) { return num_splits(product) > 1 ? 2 : 3; }
 constexpr int kAccumulators = 36, kGradientEntries = kAccumulators + 2;  // of a thread; and its two rows' gradients of the bias
 constexpr int kGradientBytes = kGradientEntries * kHopperThreads * static_cast<int>(sizeof(float));
-constexpr int kMostRuns = 8;  // in the accumulators, which add towards zero
+
+// Runs in the accumulators, which add towards zero. Products that are to be as good as fp32's leave them after each run, and small ones have
+// accumulators of their own.
+template <Product product>
+constexpr int kMostRuns = product == Product::Bf16Triple ? 1 : 8;
 
 // Lines of `wide` neighbouring taps along the width and 8 channels, in the order chunk, depth, height, width.
 struct GradientLines {
@@ -57,12 +61,16 @@ struct WeightSink {
   using Mma = typename Operand<product>::Mma;
   static constexpr bool kStoresLate = false;
   static constexpr int kSplits = Operand<product>::kSplits, kOfLine = 4 * kWide, kLines = kAccumulators / kOfLine;
+  static constexpr int kSets = product == Product::Bf16Triple ? 2 : 1;
+  static constexpr int kPieces = kSets, kWords = kRunLen / 4 / kPieces;  // of a run, whose operands registers hold at a time; a part's of a piece
+  static constexpr Gelu kForm = kTanh ? Gelu::Tanh : product == Product::Bf16Triple ? Gelu::Accurate : Gelu::Fast;
+  using Accumulators = float[kLines][kOfLine];
 
   const GradientJob& job;
   const HopperMemory& memory;
   const int first_line, first_row;
   uint32_t at[kLines];  // lower words of descriptors: the lines' first samples at a step
-  float acc[kLines][kOfLine];
+  Accumulators acc[kSets];  // of the largest products, and of all others if there is a second set
   float scale[2], sum[2] = {};
   int runs = 0;
 
@@ -103,54 +111,55 @@ struct WeightSink {
   __device__ __forceinline__ void take(Block& block, const uint4& columns, int first) {
     block.add_bias();
 #pragma unroll
-    for (int i = 0; i < kRunLen / 2; ++i) block.d[i] = gelu_derivative<kTanh ? Gelu::Tanh : Gelu::Fast>(block.d[i]);
+    for (int i = 0; i < kRunLen / 2; ++i) block.d[i] = gelu_derivative<kForm>(block.d[i]);
     block.drop_masked(columns);
 #pragma unroll
     for (int i = 0; i < kRunLen / 2; ++i) sum[i / 2 % 2] += block.d[i];
-    multiply(block.d, first);
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) multiply(block.d + piece * 2 * kWords, first + piece * (kRunLen / kPieces), piece + runs > 0);
     ++runs;
+    if (kMostRuns<product> == 1) flush();
   }
 
-  // Small products come first: the tensor cores add towards zero.
-  __device__ __forceinline__ void multiply(const float (&d)[kRunLen / 2], int first) {
-    uint32_t high[kRunLen / 4], low[kRunLen / 4];
+  // accumulate: whether the accumulators hold sums.
+  __device__ __forceinline__ void multiply(const float* d, int first, bool accumulate) {
+    uint32_t parts[kSplits][kWords];
 #pragma unroll
-    for (int i = 0; i < kRunLen / 4; ++i) {
-      if constexpr (kSplits == 2) split_bf16(d[2 * i], d[2 * i + 1], high[i], low[i]);
-      else high[i] = pair(d[2 * i], d[2 * i + 1]);
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t of_pair[kSplits];
+      split(d[2 * i], d[2 * i + 1], of_pair);
+#pragma unroll
+      for (int part = 0; part < kSplits; ++part) parts[part][i] = of_pair[part];
     }
-    const int second = first + job.walk.tiling.chunks * job.walk.tiling.plane;
+    const int part_pitch = job.walk.tiling.chunks * job.walk.tiling.plane;
     wgmma_fence();
-    if constexpr (kSplits == 2) {
-      multiply_lines(high, second, runs > 0);
-      multiply_lines(low, first, true);
-    }
-    multiply_lines(high, first, kSplits == 2 || runs > 0);
+    for_each_product<kSplits>([&](int of_gelu, int of_samples) {
+      const bool is_largest = of_gelu + of_samples == 0, starts = of_samples == kSplits - 1 || (kSets > 1 && is_largest);
+      multiply_lines(acc[is_largest ? 0 : kSets - 1], parts[of_gelu], first + of_samples * part_pitch, !starts || accumulate);
+    });
     wgmma_commit();
     wgmma_wait<0>();
   }
 
-  __device__ __forceinline__ void multiply_lines(const uint32_t (&a)[kRunLen / 4], int first, bool accumulate) {
+  __device__ __forceinline__ void multiply_lines(Accumulators& sums, const uint32_t (&a)[kWords], int first, bool accumulate) {
     constexpr int kStepSamples = 16;
     const uint64_t pitch_of_n = static_cast<uint64_t>(job.walk.shape.dilation[2]) << 32;
 #pragma unroll
-    for (int step = 0; step < kRunLen / kStepSamples; ++step) {
+    for (int step = 0; step < kWords / 4; ++step) {
 #pragma unroll
       for (int i = 0; i < kLines; ++i) {
-        wgmma(acc[i], a + 4 * step, pitch_of_n | (at[i] + first + kStepSamples * step), accumulate || step > 0, Mma{});
+        wgmma(sums[i], a + 4 * step, pitch_of_n | (at[i] + first + kStepSamples * step), accumulate || step > 0, Mma{});
       }
     }
   }
 
-  static __device__ __forceinline__ uint32_t pair(float first, float second) {
-    uint32_t bits;
-    if constexpr (product == Product::Fp16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-    else bits = bf16_low_parts(first, second);
-    return bits;
+  static __device__ __forceinline__ void split(float first, float second, uint32_t (&parts)[kSplits]) {
+    if constexpr (product == Product::Fp16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(parts[0]) : "f"(second), "f"(first));
+    else split_bf16(first, second, parts);
   }
 
   __device__ __forceinline__ void end_step() {
-    if (runs >= kMostRuns) flush();
+    if (runs >= kMostRuns<product>) flush();
   }
   __device__ __forceinline__ void end_image(int) { flush(); }
 
@@ -163,7 +172,7 @@ struct WeightSink {
 #pragma unroll
       for (int j = 0; j < kOfLine; ++j) {
         float& total = memory.sums[(i * kOfLine + j) * kHopperThreads + threadIdx.x];
-        total = fmaf(scale[j / 2 % 2], acc[i][j], total);
+        total = fmaf(scale[j / 2 % 2], kSets > 1 ? acc[0][i][j] + acc[kSets - 1][i][j] : acc[0][i][j], total);
       }
     }
 #pragma unroll

@@ -62,36 +62,35 @@ struct HopperBlock {
 
   static __device__ __forceinline__ uint64_t descriptor(uint32_t lower) { return uint64_t{kRowPitch} << 32 | lower; }
 
-  // All products of a run. where: of this window's phase; first: the run's first sample in the window. Small ones come first: the tensor
-  // cores add towards zero.
+  // All products of a run. where: of this window's phase; first: the run's first sample in the window.
   __device__ __forceinline__ void start_products(const uint32_t* where, int first) {
     const HopperTiling& t = job.tiling;
     uint32_t weights = a;
     asm volatile("" : "+r"(weights));  // else the compiler keeps a descriptor of each step alive, and spills others
-    if constexpr (kSplits == 1) {
-      start_products_of<Mma, true>(where, weights, b + first, first);
+    const int k_steps = kSteps > 0 ? kSteps : t.k_steps, part_pitch = t.chunks * t.plane;
+    const auto start = [&](auto type, bool is_first, int of_weights, int of_samples) {
+      const int shift = first + of_samples * part_pitch;
+      start_products_of<decltype(type)>(where, weights + of_weights * k_steps * kStepAt, b + shift, shift, is_first);
+    };
+    if constexpr (product == Product::Fp32) {
+      start(__nv_bfloat16{}, true, 1, 1);
+      start(Mma{}, false, 0, 0);
     } else {
-      const int k_steps = kSteps > 0 ? kSteps : t.k_steps, second = first + t.chunks * t.plane;
-      const uint32_t second_weights = weights + k_steps * kStepAt;
-      if constexpr (product == Product::Bf16Pair) {
-        start_products_of<Mma, true>(where, weights, b + second, second);
-        start_products_of<Mma, false>(where, second_weights, b + first, first);
-      } else {
-        start_products_of<__nv_bfloat16, true>(where, second_weights, b + second, second);
-      }
-      start_products_of<Mma, false>(where, weights, b + first, first);
+      for_each_product<kSplits>([&](int of_weights, int of_samples) {
+        start(Mma{}, of_weights == 0 && of_samples == kSplits - 1, of_weights, of_samples);
+      });
     }
   }
 
   // All K steps of a run, some to a group: the compiler follows a group no further than one iteration. What comes from constant memory
   // is asked for a group ahead: it takes as long as a product. A known number of steps saves a few instructions for each.
   // from: lower word of a descriptor, `shift` samples behind the ring's start, to which `where` is added.
-  template <typename Type, bool kIsFirst>
-  __device__ __forceinline__ void start_products_of(const uint32_t* where, uint32_t weights, uint32_t from, uint32_t shift) {
+  template <typename Type>
+  __device__ __forceinline__ void start_products_of(const uint32_t* where, uint32_t weights, uint32_t from, uint32_t shift, bool is_first) {
     constexpr int kGroup = kSteps > 0 ? kSteps - 1 : kStepGroup;
     const int k_steps = kSteps > 0 ? kSteps : job.tiling.k_steps;
     const auto multiply = [&](int step, uint32_t samples) {
-      wgmma(d, descriptor(weights + step * kStepAt), descriptor(samples), !kIsFirst || step > 0, Type{});
+      wgmma(d, descriptor(weights + step * kStepAt), descriptor(samples), !is_first || step > 0, Type{});
     };
     // The row of ones is the same for all runs, so that its pitch from the run falls.
     const bool has_ones = kSteps > 0 ? kBiasInK : job.tiling.has_spare_chunk;

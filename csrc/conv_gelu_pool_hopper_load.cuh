@@ -233,7 +233,7 @@ class HopperLoader {
   template <BatchLayout layout>
   __device__ __forceinline__ void store_sample(int sample, int i, int left) {
     const HopperTiling& t = job_.tiling;
-    const int second = t.chunks * t.plane;
+    const int part_pitch = t.chunks * t.plane;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       if (k > 0 && k * kLen >= left) break;
@@ -241,8 +241,8 @@ class HopperLoader {
       if (left < (k + 1) * kLen) raw.keep(left - k * kLen);
       const RoundedChunk<product> rounded(raw);
       uint4* const to = memory_.ring + (chunk_ + k) * t.plane + at_ + sample;
-      rounded.store(to, second);
-      if (at_ + sample >= t.mirror) rounded.store(to - t.ring, second);
+      rounded.store(to, part_pitch);
+      if (at_ + sample >= t.mirror) rounded.store(to - t.ring, part_pitch);
     }
   }
 };

@@ -18,7 +18,7 @@ __device__ __forceinline__ float bias_scale(int slot) {
     constexpr float kScale[] = {32768.f, 1.f, 1.f, 0x1p-12f, 0x1p-24f};
     return slot < 5 ? kScale[slot] : 0.f;
   }
-  if constexpr (Operand<product>::kSplits == 2) return 0.f;  // no bias in K: the row is one of zeros
+  if constexpr (Operand<product>::kSplits > 1) return 0.f;  // no bias in K: the row is one of zeros
   return slot < 3 ? 1.f : 0.f;
 }
 
@@ -78,8 +78,10 @@ __global__ void pack_hopper(View weight, Param bias, ConvShape shape, int chunks
   uint4* to = packed + row_tile * kSplits * 2 * k_steps * kHopperRows + within;
   if constexpr (kSplits == 1) {
     *to = pack_chunk<product>(value);
-  } else if constexpr (product == Product::Bf16Pair) {
-    split_bf16(value, to[0], to[2 * k_steps * kHopperRows]);
+  } else if constexpr (kIsSumOfBf16<product>) {
+    uint4 parts[kSplits];
+    split_bf16(value, parts);
+    for (int part = 0; part < kSplits; ++part) to[part * 2 * k_steps * kHopperRows] = parts[part];
   } else {
     float high[4], low[4];
     for (int i = 0; i < 4; ++i) split_tf32(value[i], high[i], low[i]);

@@ -53,19 +53,18 @@ struct RawChunk {
   }
 };
 
-// A chunk as the tensor cores take it; where operands come in two parts, the second is Fp32's cross chunk (see common/mma.cuh) or
-// Bf16Pair's low parts.
+// A chunk as the tensor cores take it, in parts where it is a sum of bf16; Fp32's second part is its cross chunk (see common/mma.cuh).
 template <Product product>
 struct RoundedChunk {
-  uint4 first, second;
+  uint4 parts[Operand<product>::kSplits];
 
   // The tensor cores ignore the lower 13 bits of what they take as TF32.
   __device__ __forceinline__ explicit RoundedChunk(RawChunk<typename Operand<product>::Element, kChunkLen<product>> raw) {
-    if constexpr (product == Product::Bf16Pair) {
+    if constexpr (kIsSumOfBf16<product>) {
       float x[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] = __uint_as_float(raw.bits[i]);
-      split_bf16(x, first, second);
+      split_bf16(x, parts);
       return;
     } else if constexpr (product == Product::Tf32) {
 #pragma unroll
@@ -75,15 +74,15 @@ struct RoundedChunk {
         raw.bits[i] = __float_as_uint(fmaf(power, 0x1p-11f, __uint_as_float(raw.bits[i])));
       }
     } else if constexpr (product == Product::Fp32) {
-      second = split(raw);
+      parts[1] = split(raw);
     }
-    first = raw.pack();
+    parts[0] = raw.pack();
   }
 
-  // The second part goes `offset` chunks behind the first.
-  __device__ __forceinline__ void store(uint4* to, int offset) const {
-    *to = first;
-    if constexpr (Operand<product>::kSplits == 2) to[offset] = second;
+  // Each further part goes `pitch` chunks behind the one before.
+  __device__ __forceinline__ void store(uint4* to, int pitch) const {
+#pragma unroll
+    for (int part = 0; part < Operand<product>::kSplits; ++part) to[part * pitch] = parts[part];
   }
 
  private:

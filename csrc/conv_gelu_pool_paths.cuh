@@ -36,7 +36,8 @@ void dispatch_product(Product product, F&& f) {
     case Product::Fp32: return f.template operator()<Product::Fp32>();
     case Product::Bf16: return f.template operator()<Product::Bf16>();
     case Product::Fp16: return f.template operator()<Product::Fp16>();
-    case Product::Bf16Pair: break;
+    case Product::Bf16Pair:
+    case Product::Bf16Triple: break;
   }
 }
 

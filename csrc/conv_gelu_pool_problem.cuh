@@ -12,15 +12,21 @@
 namespace fxfuse::conv_gelu_pool {
 
 // What the tensor cores multiply. Fp32 is as accurate as fp32: operands in two parts, a product of TF32 and one of bf16 (common/mma.cuh).
-// Bf16Pair, for gradients, whose operands must be of 16 bits: fp32 operands as sums of two bf16 values, of whose products the three large
-// ones are taken. That leaves 2^-16 of a product, TF32 2^-11.
-enum class Product { Tf32, Fp32, Bf16, Fp16, Bf16Pair };
+// Bf16Pair, Bf16Triple, for gradients, whose operands must be of 16 bits: fp32 operands as sums of two or three bf16 values, of whose products
+// the three or six large ones are taken. That leaves 2^-16 or 2^-24 of a product; TF32 leaves 2^-11.
+enum class Product { Tf32, Fp32, Bf16, Fp16, Bf16Pair, Bf16Triple };
+
+template <Product product>
+constexpr bool kIsSumOfBf16 = product == Product::Bf16Pair || product == Product::Bf16Triple;
+constexpr int num_splits(Product product) {
+  return product == Product::Bf16Triple ? 3 : product == Product::Fp32 || product == Product::Bf16Pair ? 2 : 1;
+}
 
 template <Product product>
 struct Operand {
   using Element = float;  // in memory
-  using Mma = std::conditional_t<product == Product::Bf16Pair, __nv_bfloat16, Tf32>;
-  static constexpr int kSplits = product == Product::Tf32 ? 1 : 2;
+  using Mma = std::conditional_t<kIsSumOfBf16<product>, __nv_bfloat16, Tf32>;
+  static constexpr int kSplits = num_splits(product);
 };
 template <>
 struct Operand<Product::Bf16> {
@@ -37,7 +43,6 @@ struct Operand<Product::Fp16> {
 
 // Channels that one 16-byte chunk of a pixel holds.
 constexpr int chunk_len(Product product) { return product == Product::Tf32 || product == Product::Fp32 ? 4 : 8; }
-constexpr int num_splits(Product product) { return product == Product::Fp32 || product == Product::Bf16Pair ? 2 : 1; }
 template <Product product>
 constexpr int kChunkLen = chunk_len(product);
 

@@ -41,12 +41,12 @@ def _own_backward(conv: Call) -> Work | None:
     computes the convolution and its GELUs' derivatives again."""
     operand = fused.operand_of(conv)
     kernel = conv.tensor("weight").shape[2:]
-    if operand == "ieee" or not _is_on_hopper(conv):
+    if not _is_on_hopper(conv):
         return None
     chunks, taps = math.ceil(fused.channels_in(conv) / 8), math.prod(kernel)
     wide = 3 if conv.dims > 1 and kernel[-1] == 3 else 1
     groups = math.ceil(chunks * taps // wide / (LINES * 3 // wide))
-    steps = math.ceil(chunks * taps / 2) * (2 if operand == "tf32" else 1)
+    steps = math.ceil(chunks * taps / 2) * {"tf32": 2, "ieee": 3}.get(operand, 1)  # fp32 comes in parts of bf16
     if groups > MOST_GROUPS or steps > HOPPER_STEPS:
         return None
     flops = (groups + 1) * fused.convolution_flops(conv) + groups * GELU_FLOPS * _outputs(conv)

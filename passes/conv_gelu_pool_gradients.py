@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxfuse import ops
-from fxfuse.recompute import dense, is_exact, over_channels, sum_but_channels
+from fxfuse.recompute import dense, over_channels, sum_but_channels
 
 aten = torch.ops.aten
 MOST_PAIRS = 27  # of a tap and 8 channels, whose sums the weight's gradient kernel keeps
@@ -99,7 +99,7 @@ def _is_refused(arguments: Mapping[str, Any]) -> bool:
     """Whether the weight's gradient kernel does not take a convolution anywhere, as `gradient_tiling` of csrc/conv_gelu_pool_gradient.cu says: to
     ask the kernel takes as long as a launch."""
     weight = arguments["weight"].shape
-    return is_exact(arguments) or math.ceil(weight[1] / 8) * math.prod(weight[2:]) > MOST_PAIRS
+    return math.ceil(weight[1] / 8) * math.prod(weight[2:]) > MOST_PAIRS
 
 
 def _output_size(arguments: Mapping[str, Any]) -> list[int]:

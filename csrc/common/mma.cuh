@@ -92,16 +92,34 @@ __device__ __forceinline__ uint32_t bf16_low_parts(float first, float second) {
   return bits;
 }
 
-// Values as sums of two of bf16 each, which leaves 2^-16 of a value. inf is the low part's.
-__device__ __forceinline__ void split_bf16(float first, float second, uint32_t& high, uint32_t& low) {
-  high = bf16_high_parts(first, second);
-  low = bf16_low_parts(first - __uint_as_float(high << 16), second - __uint_as_float(high & 0xffff0000u));
-}
-__device__ __forceinline__ void split_bf16(const float (&x)[8], uint4& high, uint4& low) {
-  uint32_t highs[4], lows[4];
+// Values as sums of so many of bf16 each, the largest first: two leave 2^-16 of a value, three nothing. inf is the last part's.
+template <int kParts>
+__device__ __forceinline__ void split_bf16(float first, float second, uint32_t (&parts)[kParts]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) split_bf16(x[2 * i], x[2 * i + 1], highs[i], lows[i]);
-  high = {highs[0], highs[1], highs[2], highs[3]}, low = {lows[0], lows[1], lows[2], lows[3]};
+  for (int i = 0; i < kParts - 1; ++i) {
+    parts[i] = bf16_high_parts(first, second);
+    first -= __uint_as_float(parts[i] << 16), second -= __uint_as_float(parts[i] & 0xffff0000u);
+  }
+  parts[kParts - 1] = bf16_low_parts(first, second);
+}
+template <int kParts>
+__device__ __forceinline__ void split_bf16(const float (&x)[8], uint4 (&parts)[kParts]) {
+  uint32_t words[4][kParts];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) split_bf16(x[2 * i], x[2 * i + 1], words[i]);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) parts[part] = {words[0][part], words[1][part], words[2][part], words[3][part]};
+}
+
+// Calls f(part of a, part of b) for the products of two such sums that are not beyond the parts' own error. Small ones come first: the tensor
+// cores add towards zero.
+template <int kParts, typename F>
+__device__ __forceinline__ void for_each_product(F&& f) {
+#pragma unroll
+  for (int sum = kParts - 1; sum >= 0; --sum) {
+#pragma unroll
+    for (int i = 0; i <= sum; ++i) f(i, sum - i);
+  }
 }
 
 // 4 channels' cross chunk. One operand has its high parts first, the other its low ones.

@@ -176,7 +176,7 @@ def conv_gelu_pool_gradients() -> None:
         (2, 8, 64, (12, 140), (3, 3), 0, 1), (1, 3, 70, (17, 19), (3, 3), 1, 1), (2, 24, 64, (9, 10), (3, 3), 1, 1), (2, 16, 64, (7, 9), (1, 1), 0, 1),
         (1, 5, 40, (9, 10), (5, 5), 2, 1), (1, 8, 64, (20, 21), (3, 3), 3, 4), (2, 6, 48, (300,), (9,), 4, 1), (1, 4, 64, (5, 7, 9), (3, 3, 3), 1, 1),
     ]  # fmt: skip
-    for shape, dtype, channels_last in itertools.product(shapes, DTYPES, (False, True)):
+    for shape, (dtype, precision), channels_last in itertools.product(shapes, KINDS, (False, True)):
         n, c_in, c_out, size, kernel, padding, dilation = shape
         dims = len(size)
         x, weight = (randn(*s, dtype=dtype, channels_last=channels_last) for s in ((n, c_in, *size), (c_out, c_in, *kernel)))
@@ -184,7 +184,7 @@ def conv_gelu_pool_gradients() -> None:
 
         def op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
             of_weight, geometry = torch.empty_like(weight), [[value] * dims for value in (1, padding, dilation)]
-            call = (grad.cuda(), x, weight, bias, *geometry, "none", "tf32", of_weight, torch.empty_like(bias))
+            call = (grad.cuda(), x, weight, bias, *geometry, "none", precision, of_weight, torch.empty_like(bias))
             assert torch.ops.fxfuse.conv_gelu_pool_weight_gradient(*call)
             return of_weight
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxfuse import precision as precisions
 from fxfuse.passes.conv_gelu_pool_gradients import conv_gelu_pool_parameter_gradients
 
 pytestmark = [
@@ -18,7 +19,8 @@ pytestmark = [
 
 CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "tf32"), (torch.float16, "tf32"))
+of_kinds = pytest.mark.parametrize(("dtype", "precision"), KINDS, ids=["tf32", "ieee", "bfloat16", "float16"])
 
 
 def operands(batch, c_in, c_out, size, kernel, dtype=torch.float32, channels_last=False, has_bias=True):
@@ -31,13 +33,13 @@ def operands(batch, c_in, c_out, size, kernel, dtype=torch.float32, channels_las
     return x, weight, bias, torch.randn((batch, c_out), device="cuda").to(dtype)
 
 
-def kernel_gradients(x, weight, bias, grad, padding=0, dilation=1, approximate="none"):
+def kernel_gradients(x, weight, bias, grad, precision="tf32", padding=0, dilation=1, approximate="none"):
     """The op's on poisoned outputs; None where it has no kernel for the convolution."""
     dims = weight.dim() - 2
     triple = [list(v) if isinstance(v, (list, tuple)) else [v] * dims for v in (1, padding, dilation)]
     of_weight = torch.full_like(weight, math.nan)
     of_bias = None if bias is None else torch.full_like(bias, math.nan)
-    done = torch.ops.fxfuse.conv_gelu_pool_weight_gradient(grad, x, weight, bias, *triple, approximate, "tf32", of_weight, of_bias)
+    done = torch.ops.fxfuse.conv_gelu_pool_weight_gradient(grad, x, weight, bias, *triple, approximate, precision, of_weight, of_bias)
     return [g for g in (of_weight, of_bias) if g is not None] if done else None
 
 
@@ -55,13 +57,14 @@ def relative_error(value, reference):
     return ((value.double() - reference).norm() / reference.norm().clamp(min=1e-300)).item()
 
 
-def check(arguments, **geometry):
+def check(arguments, precision="tf32", **geometry):
     """Whether there is a kernel; it then is as near to fp64 as eager, whose luck with few values does not count."""
-    found = kernel_gradients(*arguments, **geometry)
+    found = kernel_gradients(*arguments, precision, **geometry)
     if found is None:
         return False
-    exact, eager = (chain_gradients(*arguments, **geometry, dtype=dtype) for dtype in (torch.float64, None))
-    floor = {torch.float32: 2e-4, torch.bfloat16: 4e-3, torch.float16: 5e-4}[arguments[0].dtype]
+    with precisions.switched(precision):
+        exact, eager = (chain_gradients(*arguments, **geometry, dtype=dtype) for dtype in (torch.float64, None))
+    floor = 5e-7 if precision == "ieee" else {torch.float32: 2e-4, torch.bfloat16: 4e-3, torch.float16: 5e-4}[arguments[0].dtype]
     for ours, want, theirs in zip(found, exact, eager, strict=True):
         error, bound = relative_error(ours, want), max(2 * relative_error(theirs, want), floor)
         assert error <= bound, f"{tuple(ours.shape)}: relative error {error:.3g}, bound {bound:.3g}"
@@ -88,17 +91,17 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape[:5])))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients(shape, dtype):
+@of_kinds
+def test_gradients(shape, dtype, precision):
     *sizes, geometry = shape
     for channels_last in (False, True):
-        assert check(operands(*sizes, dtype=dtype, channels_last=channels_last), **geometry)
+        assert check(operands(*sizes, dtype=dtype, channels_last=channels_last), precision, **geometry)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_bias_and_the_tanh_form(dtype):
-    assert check(operands(2, 8, 64, (40, 50), (3, 3), dtype=dtype, has_bias=False), approximate="tanh")
-    assert check(operands(2, 8, 64, (40, 50), (3, 3), dtype=dtype), approximate="tanh")
+@of_kinds
+def test_no_bias_and_the_tanh_form(dtype, precision):
+    assert check(operands(2, 8, 64, (40, 50), (3, 3), dtype=dtype, has_bias=False), precision, approximate="tanh")
+    assert check(operands(2, 8, 64, (40, 50), (3, 3), dtype=dtype), precision, approximate="tanh")
 
 
 def test_random_convolutions():
@@ -110,11 +113,12 @@ def test_random_convolutions():
         padding = [draw.randint(0, k) for k in kernel]
         size = [draw.randint(max(1, d * (k - 1) + 1 - 2 * p), {1: 600, 2: 60, 3: 14}[dims]) for k, d, p in zip(kernel, dilation, padding)]
         sizes = (draw.randint(1, 5), draw.randint(1, 20), draw.choice((40, 64, 100, 130)), size, kernel)
-        arguments = operands(*sizes, draw.choice(DTYPES), draw.random() < 0.5, draw.random() < 0.8)
+        dtype, precision = draw.choice(KINDS)
+        arguments = operands(*sizes, dtype, draw.random() < 0.5, draw.random() < 0.8)
         try:
-            taken += check(arguments, padding=padding, dilation=dilation, approximate=draw.choice(("none", "tanh")))
+            taken += check(arguments, precision, padding=padding, dilation=dilation, approximate=draw.choice(("none", "tanh")))
         except AssertionError as error:
-            raise AssertionError(f"{sizes}, padding {padding}, dilation {dilation}, {arguments[0].dtype}: {error}") from error
+            raise AssertionError(f"{sizes}, padding {padding}, dilation {dilation}, {dtype} {precision}: {error}") from error
     assert taken > 60
 
 
@@ -130,31 +134,37 @@ def test_tiny_and_huge_output_gradients():
             assert (ours.double() - want).norm() <= 1e-3 * want.norm() + floor
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_and_inf_in_one_image_reach_the_gradient(dtype):
+@of_kinds
+def test_nan_and_inf_in_one_image_reach_the_gradient(dtype, precision):
     for value in (math.nan, math.inf):
         x, weight, bias, grad = operands(3, 8, 64, (30, 40), (3, 3), dtype=dtype)
         x[1, 2, 10, 20] = value
-        of_weight, of_bias = kernel_gradients(x, weight, bias, grad)
+        of_weight, of_bias = kernel_gradients(x, weight, bias, grad, precision)
         assert not of_weight[:, 2].isfinite().any() and not of_bias.isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_same_bits_in_every_run(dtype):
+@of_kinds
+def test_the_same_bits_in_every_run(dtype, precision):
     arguments = operands(5, 8, 64, (120, 130), (3, 3), dtype=dtype)
-    first = kernel_gradients(*arguments)
+    first = kernel_gradients(*arguments, precision)
     for _ in range(10):
-        assert all(torch.equal(a, b) for a, b in zip(first, kernel_gradients(*arguments), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, kernel_gradients(*arguments, precision), strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_python_asks_about_what_the_kernel_takes(dtype):
+def test_one_sign():
+    """All products positive: sums that grow to the end, which tensor cores alone would round towards zero at each step."""
+    x, weight, bias, grad = operands(16, 8, 64, (200, 220), (3, 3))
+    assert check((x.abs() + 0.5, weight, bias, grad.abs()), "ieee")
+
+
+@of_kinds
+def test_python_asks_about_what_the_kernel_takes(dtype, precision):
     """Pairs of a tap and 8 channels: one more is refused, and not asked about."""
     for c_in, kernel in ((24, (3, 3)), (32, (3, 3)), (8, (4, 7))):
         x, weight, bias, grad = operands(2, c_in, 64, (20, 40), kernel, dtype=dtype)
-        fixed = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "approximate": "none", "precision": "tf32"}
+        fixed = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "approximate": "none", "precision": precision}
         asked = conv_gelu_pool_parameter_gradients(grad, {"input": x, "weight": weight, "bias": bias, **fixed}, ["weight", "bias"])
-        assert (asked is None) == (kernel_gradients(x, weight, bias, grad) is None) == (c_in // 8 * math.prod(kernel) > 27)
+        assert (asked is None) == (kernel_gradients(x, weight, bias, grad, precision) is None) == (c_in // 8 * math.prod(kernel) > 27)
 
 
 def test_what_it_does_not_take_is_left_alone():
