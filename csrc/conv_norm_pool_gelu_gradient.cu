@@ -68,7 +68,7 @@ bool conv_norm_pool_gelu_weight_gradient(const Tensor& grad, const Tensor& input
     case Operand::Tf32: run_as.template operator()<Operand::Tf32>(); return true;
     case Operand::Bf16: run_as.template operator()<Operand::Bf16>(); return true;
     case Operand::Fp16: run_as.template operator()<Operand::Fp16>(); return true;
-    case Operand::Fp32: return false;  // pairs of bf16 are better than TF32, but not as accurate as fp32
+    case Operand::Fp32: run_as.template operator()<Operand::Fp32>(); return true;
   }
   return false;
 }

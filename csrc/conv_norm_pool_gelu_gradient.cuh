@@ -4,8 +4,8 @@
 // shape, where the convolution's output has 1.07 GB). Then this one computes the output again, one parity (d, h) at a time, takes each row's
 // gradient through the norm in registers, and multiplies it as operand A, of bf16 or fp16, with the pixels that made it:
 //   of_weight[k, c, tap] = sum over pixels of of_y[c, pixel] * input[k, pixel + tap]
-// B is the plane that the output came from, read with channels as N. In fp32 all operands are sums of two bf16 values, of whose products the
-// three large ones are taken: 2^-16 of a product is left, TF32 leaves 2^-11.
+// B is the plane that the output came from, read with channels as N. In fp32 all operands are sums of bf16 values, of whose products the large
+// ones are taken: of two, where TF32 is allowed, three, which leave 2^-16 of a product (TF32 leaves 2^-11); else of three, six that leave 2^-24.
 //
 // The weight's gradient has 27 x 32 x 64 sums, more than registers: see GradientJob. A block walks columns of tiles along D: warpgroups 0 and 1
 // take planes d and d + 1, each with sums of its own; 2 brings the planes, which both read.
@@ -30,9 +30,11 @@ template <Operand operand, typename G>
 struct GradientWalk {
   using Tile = GradientTile<operand>;
   using T = DataOf<operand>;
-  using Mma = std::conditional_t<Tile::kTerms == 2, __nv_bfloat16, MmaOf<operand>>;
+  using Mma = std::conditional_t<(Tile::kTerms > 1), __nv_bfloat16, MmaOf<operand>>;
   using Values = float[Tile::kPixels / 2];
-  static constexpr int kWords = Tile::kPixels / 4;
+  using Terms = uint32_t[Tile::kTerms][Tile::kPixels / 4];
+  // Tiles whose sums stay in the accumulators, which add towards zero: without end where that is less than the operands' own error.
+  static constexpr int kMostTiles = Tile::kTerms == 3 ? 4 : INT32_MAX;
   // Of descriptors, which count 16 bytes: what stands above the address, pitch of K in the lower word and of the other dimension in the upper.
   static constexpr uint32_t kCore = kCoreMatrixBytes / kChunkBytes, kChunk = Tile::kChunkPitch / kChunkBytes;
   static constexpr uint32_t kWeightK = uint32_t{Tile::kWeightPitch / kChunkBytes} << 16, kPixelK = kChunk << 16, kGradientK = kCore << 16;
@@ -69,7 +71,7 @@ struct GradientWalk {
   }
 
   __device__ __forceinline__ void wait_for_plane(uint32_t plane) const {
-    mbarrier_wait(barriers.plane_full(plane % kPlaneSlots), plane / kPlaneSlots & 1);
+    mbarrier_wait(barriers.plane_full(plane % Tile::kSlots), plane / Tile::kSlots & 1);
   }
 
   // Each warpgroup gives back every plane, also those that it does not read.
@@ -77,7 +79,7 @@ struct GradientWalk {
 #pragma unroll 1
     for (; plane != until; ++plane) {
       wait_for_plane(plane);
-      if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(barriers.plane_empty(plane % kPlaneSlots));
+      if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(barriers.plane_empty(plane % Tile::kSlots));
     }
   }
 
@@ -88,41 +90,46 @@ struct GradientWalk {
   // Where the pixels of a pair lie: its plane and row. Behind that, a tap's copy and a term, of a few constants.
   __device__ __forceinline__ uint32_t pixels_of(uint32_t plane, int pair) const {
     const int neighbour_d = job.parity >> 1 ? pair >> (job.parity & 1) : 0, neighbour_h = job.parity & 1 ? pair & 1 : 0;
-    const uint32_t slot = (plane + neighbour_d) % kPlaneSlots;
+    const uint32_t slot = (plane + neighbour_d) % Tile::kSlots;
     return (barriers.planes + slot * Tile::kPlaneBytes + neighbour_h * Tile::kLineBytes) / kChunkBytes;
   }
 
-  // The convolution's output, even and odd columns. Small products come first.
+  // The convolution's output, even and odd columns.
   template <int kAllPairs>
   __device__ __forceinline__ void multiply(Values& even, Values& odd, uint32_t plane) const {
-    constexpr int kProducts = Tile::kTerms == 2 ? 3 : 1;
-    constexpr uint32_t kTerm = Tile::kTermBytes / kChunkBytes, kTapChunks = Tile::kTerms * Tile::kWeightBytes / kChunkBytes;
-    uint32_t of_pair = barriers.weights / kChunkBytes + kWeightK;
     wait_for_plane(plane);
     if (job.parity >> 1) wait_for_plane(plane + 1);
     wgmma_fence();
+    // The small products of all pairs first, where they are to count to their last place.
+    if (Tile::kTerms == 3) multiply_pairs<kAllPairs>(even, odd, plane, [](int order) { return order > 0; });
+    multiply_pairs<kAllPairs>(even, odd, plane, [](int order) { return Tile::kTerms < 3 || order == 0; });
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+
+  // takes: whether products of terms i and j are among them, by i + j.
+  template <int kAllPairs, typename F>
+  __device__ __forceinline__ void multiply_pairs(Values& even, Values& odd, uint32_t plane, const F& takes) const {
+    constexpr uint32_t kTerm = Tile::kTermBytes / kChunkBytes, kWeightTerm = Tile::kWeightBytes / kChunkBytes, kTap = Tile::kTerms * kWeightTerm;
+    uint32_t of_pair = barriers.weights / kChunkBytes + kWeightK;
 #pragma unroll
-    for (int pair = 0; pair < kAllPairs; ++pair, of_pair += 3 * kTapChunks) {
+    for (int pair = 0; pair < kAllPairs; ++pair, of_pair += 3 * kTap) {
       const uint32_t pixels = pixels_of(plane, pair) + kPixelK;
 #pragma unroll
       for (int tap_w = 0; tap_w < 3; ++tap_w) {
         auto& columns = tap_w == 0 ? even : odd;
-#pragma unroll
-        for (int product = 0; product < kProducts; ++product) {
-          const int of_weight = kProducts == 3 && product == 1, of_pixels = kProducts == 3 && product == 0;
-          const uint32_t a = of_pair + tap_w * kTapChunks + of_weight * (Tile::kWeightBytes / kChunkBytes);
-          const uint32_t b = pixels + (tap_w == 2 ? kCopy : 0) + of_pixels * kTerm;
+        for_each_product<Tile::kTerms>([&](int of_weight, int of_pixels) {
+          if (!takes(of_weight + of_pixels)) return;
+          const uint32_t a = of_pair + tap_w * kTap + of_weight * kWeightTerm, b = pixels + (tap_w == 2 ? kCopy : 0) + of_pixels * kTerm;
 #pragma unroll
           for (int k = 0; k < Tile::kChunks / 2; ++k) {
-            const bool is_first = pair == 0 && tap_w < 2 && product == 0 && k == 0;
+            const bool is_first = pair == 0 && tap_w < 2 && of_pixels == Tile::kTerms - 1 && k == 0;
             wgmma(columns, descriptor(kCore, a + k * (2 * Tile::kWeightPitch / kChunkBytes)), descriptor(kCore, b + k * 2 * kChunk),
                   !is_first, Mma{});
           }
-        }
+        });
       }
     }
-    wgmma_commit();
-    wgmma_wait<0>();
   }
 
   // From y and the gradients of its normalised values, which two columns share, to the gradient of y. With z = y - mean, s = rstd * grad,
@@ -152,10 +159,7 @@ struct GradientWalk {
         sums[0] = fmaf(first, even[i], sums[0]), sums[1] = fmaf(first, odd[i], sums[1]);
         sums[2] = fmaf(second, even[i + 1], sums[2]), sums[3] = fmaf(second, odd[i + 1], sums[3]);
       }
-      if (job.sums_norm()) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) norm_sums[(4 * b + j) * kConsumerThreads] += sums[j];
-      }
+      if (job.sums_norm()) add_norm_sums(b, sums);
     }
 #pragma unroll
     for (int r = 0; r < kOfRow; ++r) {
@@ -176,12 +180,25 @@ struct GradientWalk {
     }
   }
 
-  static __device__ __forceinline__ void to_operand(const Values& values, uint32_t (&high)[kWords], uint32_t (&low)[kWords]) {
+  // Of the columns of two pixels. Shared memory has no room for all: the lower half of a warp keeps the first pixel's, with what the upper one has
+  // of them, and the upper half the second one's.
+  __device__ __forceinline__ void add_norm_sums(int b, const float (&sums)[4]) const {
+    const bool is_upper = threadIdx.x & 16;
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (Tile::kTerms == 2) split_bf16(values[2 * i], values[2 * i + 1], high[i], low[i]);
-      else if constexpr (operand == Operand::Fp16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(high[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
-      else high[i] = bf16_low_parts(values[2 * i], values[2 * i + 1]);
+    for (int j = 0; j < 2; ++j) {
+      const float others = __shfl_xor_sync(0xffffffffu, is_upper ? sums[j] : sums[2 + j], 16);
+      norm_sums[(2 * b + j) * kConsumerThreads] += (is_upper ? sums[2 + j] : sums[j]) + others;
+    }
+  }
+
+  static __device__ __forceinline__ void to_operand(const Values& values, Terms& terms) {
+#pragma unroll
+    for (int i = 0; i < Tile::kPixels / 4; ++i) {
+      uint32_t words[Tile::kTerms];
+      if constexpr (operand == Operand::Fp16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[0]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+      else split_bf16(values[2 * i], values[2 * i + 1], words);
+#pragma unroll
+      for (int term = 0; term < Tile::kTerms; ++term) terms[term][i] = words[term];
     }
   }
 
@@ -197,27 +214,43 @@ struct GradientWalk {
     uint32_t pixels[kPairs];
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) pixels[i] = pixels_of(plane, job.first_pair + i) + kGradientK;
-    uint32_t even_high[kWords], even_low[kWords], odd_high[kWords], odd_low[kWords];
-    to_operand(even, even_high, even_low);
-    to_operand(odd, odd_high, odd_low);
+    Terms of_even, of_odd;
+    to_operand(even, of_even);
+    to_operand(odd, of_odd);
     wgmma_fence();
-#pragma unroll
-    for (int product = Tile::kTerms == 2 ? 0 : 2; product < 3; ++product) {
+    for_each_product<Tile::kTerms>([&](int of_gradient, int of_pixels) {
 #pragma unroll
       for (int step = 0; step < Tile::kPixels / 16; ++step) {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
-          const uint32_t b = pixels[i] + (product == 0 ? kTerm : 0) + step * kStepPixels;
-          wgmma(sums[i].even, (product == 1 ? even_low : even_high) + 4 * step, descriptor(kChunk, b), 1, Mma{});
-          wgmma(sums[i].odd, (product == 1 ? odd_low : odd_high) + 4 * step, descriptor(kCopy, b), 1, Mma{});
+          const uint32_t b = pixels[i] + of_pixels * kTerm + step * kStepPixels;
+          wgmma(sums[i].even, of_even[of_gradient] + 4 * step, descriptor(kChunk, b), 1, Mma{});
+          wgmma(sums[i].odd, of_odd[of_gradient] + 4 * step, descriptor(kCopy, b), 1, Mma{});
         }
       }
-    }
+    });
     wgmma_commit();
     wgmma_wait<0>();
   }
 
-  // partials: of this warpgroup, [pair][even, then odd sums][thread].
+  // To this thread's own places in partials: of this warpgroup, [pair][even, then odd sums][thread].
+  template <int kPairs>
+  static __device__ __forceinline__ void flush(PairSums (&sums)[kPairs], float* partials, bool starts) {
+    float* to = partials + threadIdx.x % 128;
+    const auto move = [&](float& sum) {
+      if (starts) *to = sum;
+      else atomicAdd(to, sum);
+      sum = 0.f, to += 128;
+    };
+#pragma unroll
+    for (PairSums& of_pair : sums) {
+#pragma unroll
+      for (float& sum : of_pair.even) move(sum);
+#pragma unroll
+      for (float& sum : of_pair.odd) move(sum);
+    }
+  }
+
   template <int kAllPairs, int kPairs = kAllPairs < kJobPairs ? kAllPairs : kJobPairs>
   __device__ __forceinline__ void run(float* partials) const {
     PairSums sums[kPairs] = {};
@@ -227,25 +260,21 @@ struct GradientWalk {
     GradientPosition at = start_of(columns.first, 0);
     release(0, at.plane);
     of_windows.load(p, at.n, channel(), at.d, at.first_row);
+    int tiles = 0;
+    bool starts = true;
     while (at.column < columns.columns) {
       multiply<kAllPairs>(even, odd, at.plane);
       differentiate(even, odd, of_windows, poison, at);
       const GradientPosition next = after(at);
-      // Early, so that nothing waits for them, where registers hold them beside operands of two terms' size.
+      // Early, so that nothing waits for them, where registers hold them beside the operands.
       if constexpr (Tile::kTerms == 1) of_windows.load(p, next.n, channel(), next.d, next.first_row);
       add_gradient<kPairs>(sums, even, odd, at.plane);
-      if constexpr (Tile::kTerms == 2) of_windows.load(p, next.n, channel(), next.d, next.first_row);
+      if constexpr (Tile::kTerms > 1) of_windows.load(p, next.n, channel(), next.d, next.first_row);
       release(at.plane, next.plane);
       at = next;
+      if (kMostTiles < INT32_MAX && ++tiles % kMostTiles == 0) flush(sums, partials, starts), starts = false;
     }
-    float* to = partials + threadIdx.x % 128;
-#pragma unroll
-    for (const PairSums& of_pair : sums) {
-#pragma unroll
-      for (int i = 0; i < kOfTap; ++i, to += 128) *to = of_pair.even[i];
-#pragma unroll
-      for (int i = 0; i < 2 * kOfTap; ++i, to += 128) *to = of_pair.odd[i];
-    }
+    flush(sums, partials, starts);
   }
 };
 
@@ -260,7 +289,7 @@ gradient_kernel(const __grid_constant__ Problem p, const __grid_constant__ Gradi
   using Tile = GradientTile<operand>;
   extern __shared__ __align__(128) char gradient_memory[];
   const uint32_t planes = shared_address(gradient_memory) + Tile::kHeaderBytes + Tile::kNormSumBytes;
-  const HopperBarriers barriers{shared_address(gradient_memory), planes, planes + kPlaneSlots * Tile::kPlaneBytes};
+  const HopperBarriers barriers{shared_address(gradient_memory), planes, planes + Tile::kSlots * Tile::kPlaneBytes};
   float* const norm_params = reinterpret_cast<float*>(gradient_memory + HopperBarriers::kBytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   int job_idx = 0;

@@ -23,27 +23,29 @@ __global__ void __launch_bounds__(kPackThreads) pack_gradient_weight(const __gri
     for (int c = 0; c < Tile::kChunkChannels; ++c) {
       values[c] = channel_out < w.out_channels && first_in + c < w.in_channels ? from[c * w.stride[1]] : from_float<T>(0.f);
     }
+    uint4 terms[Tile::kTerms];
+    if constexpr (Tile::kTerms == 1) memcpy(terms, values, kChunkBytes);
+    else split_bf16(values, terms);
     uint4* const to = packed + i / kOfTerm * Tile::kTerms * kOfTerm + within;
-    if constexpr (Tile::kTerms == 2) split_bf16(values, to[0], to[kOfTerm]);
-    else memcpy(to, values, kChunkBytes);
+#pragma unroll
+    for (int term = 0; term < Tile::kTerms; ++term) to[term * kOfTerm] = terms[term];
   }
 }
 
-// A pixel's chunk of 8 channels, in fp32 as two bf16 terms.
+// A pixel's chunk of 8 channels, fp32 as bf16 terms.
 template <Operand operand>
 __device__ __forceinline__ void store_gradient_line(uint32_t line, const DataOf<operand> (&value)[kWarpChannels]) {
   using Tile = GradientTile<operand>;
   static_assert(Tile::kChunkChannels == kWarpChannels);
-  uint4 words;
-  if constexpr (Tile::kTerms == 2) {
-    uint4 low;
-    split_bf16(value, words, low);
-    store_pixel<Tile::kCopyBytes>(line + Tile::kTermBytes, low);
-  } else {
+  uint4 terms[Tile::kTerms];
+  if constexpr (Tile::kTerms == 1) {
     const auto pair = [&](int c) { return operand_word<operand>(value[c], value[c + 1]); };
-    words = make_uint4(pair(0), pair(2), pair(4), pair(6));
+    terms[0] = make_uint4(pair(0), pair(2), pair(4), pair(6));
+  } else {
+    split_bf16(value, terms);
   }
-  store_pixel<Tile::kCopyBytes>(line, words);
+#pragma unroll
+  for (int term = 0; term < Tile::kTerms; ++term) store_pixel<Tile::kCopyBytes>(line + term * Tile::kTermBytes, terms[term]);
 }
 
 // The warpgroup that brings what the others multiply: the job's weights once, and the planes of its columns.

@@ -9,20 +9,22 @@ constexpr int kGradientGroups = 2, kConsumerThreads = kGradientGroups * 128;  //
 constexpr int kGradientThreads = kConsumerThreads + 128;                       // and one that brings planes
 constexpr int kJobs = 5, kJobPairs = 2, kOfTap = kHopperInChannels / 2;        // a thread's sums of a tap
 constexpr int kJobSums = kJobPairs * 3 * kOfTap;
-constexpr int kNormSums = kHopperWidth / 2;                                    // a thread's sums of the norm's weight
+constexpr int kNormSums = kHopperWidth / 4;                                    // a thread's sums of the norm's weight
 
-// Shared memory. Terms: in fp32 the two bf16 parts. A tile has 64 output channels x 2 rows of 32 pixels; planes as in HopperTile.
+// Shared memory. Terms: the bf16 values whose sum an fp32 operand is. A tile has 64 output channels x kRows rows of 32 pixels; planes as in
+// HopperTile.
 template <Operand operand>
 struct GradientTile {
-  static constexpr int kTerms = sizeof(DataOf<operand>) == 4 ? 2 : 1;
-  static constexpr int kRows = 2, kPixels = kRows * kHopperWidth, kChunkChannels = 8, kChunks = kHopperInChannels / kChunkChannels;
+  static constexpr int kTerms = operand == Operand::Fp32 ? 3 : operand == Operand::Tf32 ? 2 : 1;
+  static constexpr int kRows = kTerms == 3 ? 1 : 2, kSlots = kTerms == 3 ? 3 : kPlaneSlots;
+  static constexpr int kPixels = kRows * kHopperWidth, kChunkChannels = 8, kChunks = kHopperInChannels / kChunkChannels;
   static constexpr int kLineBytes = kHopperWidth * kChunkBytes, kCopyBytes = (kRows + 1) * kLineBytes, kChunkPitch = 2 * kCopyBytes;
   static constexpr int kTermBytes = kChunks * kChunkPitch, kPlaneBytes = kTerms * kTermBytes;
   static constexpr int kWeightPitch = kHopperOutChannels * kChunkBytes, kWeightBytes = kChunks * kWeightPitch;  // of a tap's term
   static constexpr int kMostTaps = 12, kNormSumBytes = kNormSums * kConsumerThreads * static_cast<int>(sizeof(float));
   static constexpr int kHeaderBytes = 1024;  // barriers, the norm's parameters
   static constexpr int kSharedBytes =
-      kHeaderBytes + kNormSumBytes + kMostTaps * kTerms * kWeightBytes + kPlaneSlots * kPlaneBytes;
+      kHeaderBytes + kNormSumBytes + kMostTaps * kTerms * kWeightBytes + kSlots * kPlaneBytes;
   static_assert(kSharedBytes <= HopperTile<operand>::kMostBytes);
 };
 
@@ -49,8 +51,9 @@ struct GradientPlan {
 // Blocks by what a tile costs a job: its arithmetic, and 3 taps of output and of gradient a pair, in cycles of an H200 about so.
 template <Operand operand>
 GradientPlan make_gradient_plan(const Problem& p, int num_processors) {
-  constexpr bool kHasTerms = GradientTile<operand>::kTerms == 2;
-  constexpr double kArithmetic = 4100, kOutput = kHasTerms ? 1100 : 380, kGradient = kHasTerms ? 1250 : 430;
+  constexpr int kTerms = GradientTile<operand>::kTerms;
+  constexpr double kArithmetic = kTerms == 3 ? 2500 : 4100, kOutput = kTerms == 3 ? 800 : kTerms == 2 ? 1100 : 380;
+  constexpr double kGradient = kTerms == 3 ? 1000 : kTerms == 2 ? 1250 : 430;
   GradientPlan plan{.jobs = {{0, 0, 1}, {1, 0, 2}, {2, 0, 2}, {3, 0, 2}, {3, 2, 2}}, .row_blocks = 0, .columns = 0, .blocks = num_processors};
   plan.row_blocks = static_cast<int>(ceil_div(p.h.input, GradientTile<operand>::kRows));
   plan.columns = static_cast<int>(p.num_n * plan.row_blocks);

@@ -41,7 +41,7 @@ sum_weight_gradient(const __grid_constant__ GradientPlan plan, const float* part
                                               tap.kernel_h * to.stride[3] + tap.kernel_w * to.stride[4]] = from_float<T>(sum);
 }
 
-// A block for each of a thread's 16 columns of the norm.
+// A block for each of a thread's sums of columns of the norm.
 template <typename T>
 __global__ void __launch_bounds__(kSumSlices * 128)
 sum_norm_gradient(const __grid_constant__ GradientPlan plan, const float* partials, void* of_norm_weight, bool is_float) {
@@ -55,10 +55,11 @@ sum_norm_gradient(const __grid_constant__ GradientPlan plan, const float* partia
   }
   if (threadIdx.x < 128) sums[thread] = sum;
   __syncthreads();
-  if (threadIdx.x >= 4) return;
+  if (threadIdx.x >= 8) return;
+  const int q = threadIdx.x % 4, half = threadIdx.x / 4;  // of a warp: each has a pixel of a quad lane's two, and all its lanes other rows
   sum = 0.f;
-  for (int other = threadIdx.x; other < 128; other += 4) sum += sums[other];  // quad lanes hold columns, all others rows
-  const int column = 2 * (i / 4 * 8 + 2 * threadIdx.x + i % 4 / 2) + i % 2;
+  for (int other = 0; other < 128 / 8; ++other) sum += sums[other / 4 * kWarpSize + half * 16 + other % 4 * 4 + q];
+  const int column = 2 * (i / 2 * 8 + 2 * q + half) + i % 2;
   if (is_float) static_cast<float*>(of_norm_weight)[column] = sum;
   else static_cast<T*>(of_norm_weight)[column] = from_float<T>(sum);
 }

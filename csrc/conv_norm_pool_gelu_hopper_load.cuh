@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kPackThreads) pack_hopper_weight_kernel(const 
 
 constexpr int kMaxStages = 12, kProducerWarps = 4, kConsumerWarps = 8;
 
-// Addresses in shared memory.
+// Addresses in shared memory. Of kPlaneSlots, a kernel whose planes are large uses fewer.
 struct HopperBarriers {
   static constexpr int kBytes = 256;
   static_assert(8 * (2 * kPlaneSlots + 2 * kMaxStages) <= kBytes, "barriers fit in front of the norm's parameters");

@@ -16,7 +16,7 @@ constexpr int kHopperTaps = 27, kPlaneSlots = 4;
 template <Operand operand>
 struct HopperTile {
   static constexpr int kTerms = operand == Operand::Fp32 ? 2 : 1;
-  static constexpr int kRows = kTerms == 2 ? 2 : 4, kPixels = kRows * kHopperWidth;
+  static constexpr int kRows = kTerms == 2 ? 2 : 4, kPixels = kRows * kHopperWidth, kSlots = kPlaneSlots;
   static constexpr int kChunkChannels = kChunkBytes / static_cast<int>(sizeof(DataOf<operand>));
   static constexpr int kChunks = kHopperInChannels / kChunkChannels;
 

@@ -110,9 +110,9 @@ __device__ __forceinline__ void produce_planes(const Problem& p, const ColumnWal
   for (int line = 0; line < kAtOnce; ++line) load(raw[line], line);
 #pragma unroll 1
   for (uint32_t count = 0; at.column < walk.columns; ++count) {
-    const int slot = count % kPlaneSlots;
+    const int slot = count % Tile::kSlots;
     const uint32_t to = barriers.planes + slot * Tile::kPlaneBytes + channel / Tile::kChunkChannels * Tile::kChunkPitch;
-    mbarrier_wait(barriers.plane_empty(slot), (count / kPlaneSlots & 1) ^ 1);
+    mbarrier_wait(barriers.plane_empty(slot), (count / Tile::kSlots & 1) ^ 1);
 #pragma unroll
     for (int line = 0; line < kLines; ++line) {
       T value[kWarpChannels];

@@ -64,11 +64,6 @@ def _for_library(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(tensor.contiguous(memory_format=CHANNELS_LAST[weight.dim()]) for tensor in (input, weight))
 
 
-def is_exact(arguments: Arguments) -> bool:
-    """Whether the convolution's products are those of fp32."""
-    return arguments["precision"] == "ieee" and arguments["input"].dtype == torch.float32
-
-
 def dense(input: torch.Tensor, contiguous: bool = False) -> tuple[torch.Tensor, bool]:
     """`input` [N, C, *spatial] as it is if it is contiguous or, unless `contiguous`, channels_last; else a contiguous copy, and True."""
     if input.is_contiguous() or (not contiguous and _is_channels_last(input)):

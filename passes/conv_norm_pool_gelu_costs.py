@@ -39,10 +39,9 @@ def fused_backward_cost(training: Training, conv: Call, add: Call | None, norm: 
 
 def _own_backward(conv: Call, pool: Call) -> Work | None:
     """Hopper's kernels: the forward's once more, which leaves the gradients of the windows' values, and one with the weight's gradient in it."""
-    operand = fused.operand_of(conv)
-    if operand == "ieee" or not _hopper_takes(conv, pool):
+    if not _hopper_takes(conv, pool):
         return None
-    kernel = f"conv_norm_pool_gelu backward hopper {operand}"
+    kernel = f"conv_norm_pool_gelu backward hopper {fused.operand_of(conv)}"
     moved = number_of_bytes(conv.tensor("input")) + 3 * number_of_bytes(pool.value)
     return Work(moved, kernels=6, flops=2 * fused.convolution_flops(conv), kernel=kernel)
 

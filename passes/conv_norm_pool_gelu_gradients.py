@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxfuse import ops
-from fxfuse.recompute import dense, is_exact, over_channels, sum_but_channels
+from fxfuse.recompute import dense, over_channels, sum_but_channels
 
 aten = torch.ops.aten
 WIDEST = 1024  # rows that the kernel holds in a warp's registers
@@ -91,8 +91,8 @@ def conv_norm_pool_gelu_parameter_gradients(
     grad: torch.Tensor, arguments: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, torch.Tensor] | None:
     """Gradients of conv_norm_pool_gelu but for its input's, where the library has a kernel for the convolution."""
-    # The kernels are for transposed convolutions, with products less exact than fp32's: to ask them about others takes as long as a launch.
-    if "input" in names or not arguments["transposed"] or is_exact(arguments):
+    # The kernels are for transposed convolutions: to ask them about others takes as long as a launch.
+    if "input" in names or not arguments["transposed"]:
         return None
     if not ops.has_kernel(conv_norm_pool_gelu_weight_gradient, grad.device.type):
         return None

@@ -40,6 +40,16 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 // Warp w of the four holds rows 16 w + g and + 8: d[4 j], d[4 j + 1] are row g, columns 8 j + 2 q and + 1; d[4 j + 2], d[4 j + 3] row g + 8.
 #if defined(FXFUSE_HAS_WGMMA)
 
+__device__ __forceinline__ void wgmma(float (&d)[16], uint64_t a, uint64_t b, int accumulate, __nv_bfloat16) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, %16, %17, p, 1, 1, 0, 0;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
 #define FXFUSE_WGMMA_N64(name, k, type, transposes)                                                                    \
   __device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b, int accumulate, name) {                \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                          \

@@ -196,13 +196,13 @@ def conv_gelu_pool_gradients() -> None:
 
 def conv_norm_pool_gelu_gradients() -> None:
     shapes = [((9, 32, 2, 32, 32), 64), ((23, 7, 3, 11, 32), 40)]  # of the input, and C_out
-    for (size, c_out), dtype, channels_last in itertools.product(shapes, DTYPES, (False, True)):
+    for (size, c_out), (dtype, precision), channels_last in itertools.product(shapes, KINDS, (False, True)):
         x, weight = (randn(*s, dtype=dtype, channels_last=channels_last) for s in (size, (size[1], c_out, 3, 3, 3)))
         grad = randn(size[0], c_out, *size[2:], dtype=dtype)
 
         def op(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor) -> torch.Tensor:
             of_weight, of_values, geometry = torch.empty_like(weight), torch.empty_like(grad, device="cuda"), [[n] * 3 for n in (2, 1, 1)]
-            settings = (True, *geometry, 1.0, 0.0, 1e-5, [2] * 3, "none", "tf32")
+            settings = (True, *geometry, 1.0, 0.0, 1e-5, [2] * 3, "none", precision)
             call = (grad.cuda(), x, weight, None, None, norm_weight, norm_bias, *settings, of_weight, torch.empty_like(norm_weight), of_values)
             assert torch.ops.fxfuse.conv_norm_pool_gelu_weight_gradient(*call)
             return of_weight

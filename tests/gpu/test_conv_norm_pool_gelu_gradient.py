@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxfuse import precision as precisions
 from fxfuse.passes.conv_norm_pool_gelu_gradients import conv_norm_pool_gelu_parameter_gradients
 
 pytestmark = [
@@ -16,11 +17,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
 ]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "tf32"), (torch.float16, "tf32"))
+of_kinds = pytest.mark.parametrize(("dtype", "precision"), KINDS, ids=["tf32", "ieee", "bfloat16", "float16"])
 GEOMETRY = {"stride": 2, "padding": 1, "output_padding": 1}
 
 
-def operands(batch, c_in, c_out, depth, height, dtype=torch.float32, channels_last=False, is_affine=True, out_dtype=None):
+def operands(batch, c_in, c_out, depth, height, dtype=torch.float32, precision="tf32", channels_last=False, is_affine=True, out_dtype=None):
     """The op's arguments by name, in its order, and the output's gradient."""
     x = torch.randn((batch, c_in, depth, height, 32), device="cuda").to(dtype)
     weight = torch.randn((c_in, c_out, 3, 3, 3), device="cuda").mul_((8 / 27 / c_in) ** 0.5).to(dtype)
@@ -30,7 +32,7 @@ def operands(batch, c_in, c_out, depth, height, dtype=torch.float32, channels_la
     if is_affine:
         small |= {name: torch.randn(64, device="cuda").to(dtype) for name in ("norm_weight", "norm_bias")}
     settings = {"transposed": True, "stride": [2] * 3, "padding": [1] * 3, "output_padding": [1] * 3, "addend_scale": 1.0, "addend_value": 0.0}
-    settings |= {"eps": 1e-5, "pool_size": [2] * 3, "approximate": "none", "precision": "tf32", "out_dtype": out_dtype}
+    settings |= {"eps": 1e-5, "pool_size": [2] * 3, "approximate": "none", "precision": precision, "out_dtype": out_dtype}
     grad = torch.randn((batch, c_out, depth, height, 32), device="cuda").to(out_dtype or dtype)
     return {"input": x, "weight": weight, **small, **settings}, grad
 
@@ -53,8 +55,10 @@ def check(arguments, grad):
     poison = [torch.full((size,), math.nan, device="cuda") for size in (1 << 16, 1 << 20, 1 << 24)]
     del poison
     found = conv_norm_pool_gelu_parameter_gradients(grad, arguments, names)
-    exact, eager = (chain_gradients(arguments, grad, dtype) for dtype in (torch.float64, None))
-    floor = {torch.float32: 3e-4, torch.bfloat16: 4e-3, torch.float16: 5e-4}[arguments["input"].dtype]
+    precision = arguments["precision"]
+    with precisions.switched(precision):
+        exact, eager = (chain_gradients(arguments, grad, dtype) for dtype in (torch.float64, None))
+    floor = 1e-6 if precision == "ieee" else {torch.float32: 3e-4, torch.bfloat16: 4e-3, torch.float16: 5e-4}[arguments["input"].dtype]
     for name, want, theirs in zip(names, exact, eager, strict=True):
         ours = found[name]
         assert ours.shape == want.shape
@@ -76,36 +80,36 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients(shape, dtype):
+@of_kinds
+def test_gradients(shape, dtype, precision):
     for channels_last in (False, True):
-        check(*operands(*shape, dtype=dtype, channels_last=channels_last))
+        check(*operands(*shape, dtype=dtype, precision=precision, channels_last=channels_last))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_parameters_of_the_norm_the_tanh_form_and_an_fp32_output(dtype):
-    check(*operands(9, 16, 64, 2, 33, dtype=dtype, is_affine=False))
-    arguments, grad = operands(9, 16, 64, 2, 33, dtype=dtype, out_dtype=torch.float32)
+@of_kinds
+def test_no_parameters_of_the_norm_the_tanh_form_and_an_fp32_output(dtype, precision):
+    check(*operands(9, 16, 64, 2, 33, dtype=dtype, precision=precision, is_affine=False))
+    arguments, grad = operands(9, 16, 64, 2, 33, dtype=dtype, precision=precision, out_dtype=torch.float32)
     check({**arguments, "approximate": "tanh"}, grad)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@of_kinds
 @pytest.mark.parametrize("first", [0, 3, 8])
-def test_channels_of_a_wider_channels_last_tensor(first, dtype):
-    arguments, grad = operands(9, 24, 64, 3, 31, dtype=dtype)
+def test_channels_of_a_wider_channels_last_tensor(first, dtype, precision):
+    arguments, grad = operands(9, 24, 64, 3, 31, dtype=dtype, precision=precision)
     wide = torch.randn((9, 40, 3, 31, 32), device="cuda").to(dtype).contiguous(memory_format=torch.channels_last_3d)
     check({**arguments, "input": wide[:, first : first + 24]}, grad)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_output_gradient_that_starts_anywhere(dtype):
-    arguments, grad = operands(9, 24, 64, 3, 31, dtype=dtype)
+@of_kinds
+def test_an_output_gradient_that_starts_anywhere(dtype, precision):
+    arguments, grad = operands(9, 24, 64, 3, 31, dtype=dtype, precision=precision)
     check(arguments, torch.cat([grad.new_ones(1), grad.flatten()])[1:].view(grad.shape))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_eps_and_sizes_that_end_in_a_tile(dtype):
-    arguments, grad = operands(9, 24, 64, 3, 31, dtype=dtype)
+@of_kinds
+def test_no_eps_and_sizes_that_end_in_a_tile(dtype, precision):
+    arguments, grad = operands(9, 24, 64, 3, 31, dtype=dtype, precision=precision)
     check({**arguments, "eps": 0.0}, grad)
 
 
@@ -115,25 +119,26 @@ def test_random_shapes():
         depth, height = draw.randint(1, 6), draw.randint(1, 40)
         batch = max(draw.randint(1, 8), math.ceil(66 / math.ceil(height / 4)))
         shape = (batch, draw.randint(1, 32), draw.randint(33, 64), depth, height)
-        case = operands(*shape, dtype=draw.choice(DTYPES), channels_last=draw.random() < 0.5, is_affine=draw.random() < 0.8)
+        kind = draw.choice(KINDS)
+        case = operands(*shape, *kind, channels_last=draw.random() < 0.5, is_affine=draw.random() < 0.8)
         try:
             check(*case)
         except AssertionError as error:
-            raise AssertionError(f"{shape}, {case[1].dtype}: {error}") from error
+            raise AssertionError(f"{shape}, {kind}: {error}") from error
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_in_one_image_reaches_the_gradients(dtype):
+@of_kinds
+def test_nan_in_one_image_reaches_the_gradients(dtype, precision):
     for value in (math.nan, math.inf):
-        arguments, grad = operands(9, 32, 64, 4, 32, dtype=dtype)
+        arguments, grad = operands(9, 32, 64, 4, 32, dtype=dtype, precision=precision)
         arguments["input"][1, 2, 3, 20, 20] = value
         found = conv_norm_pool_gelu_parameter_gradients(grad, arguments, names_of(arguments))
         assert not any(gradient.isfinite().all() for gradient in found.values())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_same_bits_in_every_run(dtype):
-    arguments, grad = operands(9, 32, 64, 4, 32, dtype=dtype)
+@of_kinds
+def test_the_same_bits_in_every_run(dtype, precision):
+    arguments, grad = operands(9, 32, 64, 4, 32, dtype=dtype, precision=precision)
     first = conv_norm_pool_gelu_parameter_gradients(grad, arguments, names_of(arguments))
     for _ in range(10):
         again = conv_norm_pool_gelu_parameter_gradients(grad, arguments, names_of(arguments))
@@ -141,8 +146,6 @@ def test_the_same_bits_in_every_run(dtype):
 
 
 def test_what_they_do_not_take_is_left_alone():
-    for change in ({"precision": "ieee"}, {"stride": [1, 2, 2], "output_padding": [0, 1, 1]}):
-        arguments, grad = operands(9, 32, 64, 4, 32)
-        if "stride" in change:
-            grad = grad[:, :, :2].contiguous()
-        assert conv_norm_pool_gelu_parameter_gradients(grad, {**arguments, **change}, ["weight"]) is None
+    arguments, grad = operands(9, 32, 64, 4, 32)
+    change = {"stride": [1, 2, 2], "output_padding": [0, 1, 1]}
+    assert conv_norm_pool_gelu_parameter_gradients(grad[:, :, :2].contiguous(), {**arguments, **change}, ["weight"]) is None
