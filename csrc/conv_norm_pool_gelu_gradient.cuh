@@ -1,4 +1,4 @@
-// conv_norm_pool_gelu, gradients of weight and norm_weight on Hopper, without the convolution's output or its gradient in memory.
+// conv_norm_pool_gelu, gradients of weight, norm_weight and norm_bias on Hopper, without the convolution's output or its gradient in memory.
 //
 // The forward's kernel first writes, in place of each output, the gradient of every value in its window (134 MB in fp32 at the headline's
 // shape, where the convolution's output has 1.07 GB). Then this one computes the output again, one parity (d, h) at a time, takes each row's
@@ -32,6 +32,7 @@ struct GradientWalk {
   using T = DataOf<operand>;
   using Mma = std::conditional_t<(Tile::kTerms > 1), __nv_bfloat16, MmaOf<operand>>;
   using Values = float[Tile::kPixels / 2];
+  static constexpr int kNormPitch = Tile::kHoldsNormSums ? kConsumerThreads : 128;
   using Terms = uint32_t[Tile::kTerms][Tile::kPixels / 4];
   // Tiles whose sums stay in the accumulators, which add towards zero: without end where that is less than the operands' own error.
   static constexpr int kMostTiles = Tile::kTerms == 3 ? 4 : INT32_MAX;
@@ -45,7 +46,7 @@ struct GradientWalk {
   const ColumnWalk& columns;
   const HopperBarriers& barriers;
   const float* norm_params;
-  float* const norm_sums;  // this thread's, kConsumerThreads apart
+  float* const norm_sums;  // this thread's, kNormPitch apart
   const int warpgroup;
 
   // Of this lane, and 8 above it: see the epilogue.
@@ -159,7 +160,14 @@ struct GradientWalk {
         sums[0] = fmaf(first, even[i], sums[0]), sums[1] = fmaf(first, odd[i], sums[1]);
         sums[2] = fmaf(second, even[i + 1], sums[2]), sums[3] = fmaf(second, odd[i + 1], sums[3]);
       }
-      if (job.sums_norm()) add_norm_sums(b, sums);
+      if (job.sums_norm()) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float* const total = norm_sums + (4 * b + j) * kNormPitch;
+          if constexpr (Tile::kHoldsNormSums) *total += sums[j];
+          else atomicAdd(total, sums[j]);  // this thread's alone; nothing waits for it
+        }
+      }
     }
 #pragma unroll
     for (int r = 0; r < kOfRow; ++r) {
@@ -177,17 +185,6 @@ struct GradientWalk {
         of_y(even[i], weight.x, first), of_y(odd[i], weight.y, first);
         of_y(even[i + 1], weight.z, second), of_y(odd[i + 1], weight.w, second);
       }
-    }
-  }
-
-  // Of the columns of two pixels. Shared memory has no room for all: the lower half of a warp keeps the first pixel's, with what the upper one has
-  // of them, and the upper half the second one's.
-  __device__ __forceinline__ void add_norm_sums(int b, const float (&sums)[4]) const {
-    const bool is_upper = threadIdx.x & 16;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float others = __shfl_xor_sync(0xffffffffu, is_upper ? sums[j] : sums[2 + j], 16);
-      norm_sums[(2 * b + j) * kConsumerThreads] += (is_upper ? sums[2 + j] : sums[j]) + others;
     }
   }
 
@@ -251,9 +248,12 @@ struct GradientWalk {
     }
   }
 
+  // The job of one pair has registers left: it also sums the windows' gradients, a column's of all rows, behind its pair's sums.
   template <int kAllPairs, int kPairs = kAllPairs < kJobPairs ? kAllPairs : kJobPairs>
   __device__ __forceinline__ void run(float* partials) const {
+    constexpr int kColumns = kAllPairs == 1 ? kWindowSums : 0;
     PairSums sums[kPairs] = {};
+    float window_sums[kWindowSums] = {};
     Values even, odd;
     GradientRows<G, Tile::kRows> of_windows;
     const float poison[2] = {poison_of<T>(p, channel()), poison_of<T>(p, channel() + 8)};
@@ -265,6 +265,13 @@ struct GradientWalk {
     while (at.column < columns.columns) {
       multiply<kAllPairs>(even, odd, at.plane);
       differentiate(even, odd, of_windows, poison, at);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        float sum = 0.f;
+#pragma unroll
+        for (int r = 0; r < 2 * Tile::kRows; ++r) sum += of_windows[8 * r + i];
+        window_sums[i] += sum;
+      }
       const GradientPosition next = after(at);
       // Early, so that nothing waits for them, where registers hold them beside the operands.
       if constexpr (Tile::kTerms == 1) of_windows.load(p, next.n, channel(), next.d, next.first_row);
@@ -275,6 +282,8 @@ struct GradientWalk {
       if (kMostTiles < INT32_MAX && ++tiles % kMostTiles == 0) flush(sums, partials, starts), starts = false;
     }
     flush(sums, partials, starts);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) partials[(kPairs * 3 * kOfTap + i) * 128 + threadIdx.x % 128] = window_sums[i];
   }
 };
 
@@ -305,17 +314,21 @@ gradient_kernel(const __grid_constant__ Problem p, const __grid_constant__ Gradi
     produce_gradient_operands<operand>(p, job, columns, barriers, packed);
   } else {
     take_registers<224>();
-    float* const norm_sums = reinterpret_cast<float*>(gradient_memory + Tile::kHeaderBytes) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < kNormSums; ++i) norm_sums[i * kConsumerThreads] = 0.f;
-    mbarrier_wait(barriers.weights_full(0), 0);
-    const GradientWalk<operand, G> walk{p, job, columns, barriers, norm_params, norm_sums, warpgroup};
+    using Walk = GradientWalk<operand, G>;
     float* const to = partials + int64_t{blockIdx.x * kGradientGroups + warpgroup} * kWalkerPartials;
+    float* const norm_partials = to + kJobSums * 128 + threadIdx.x % 128;
+    float* const norm_sums = Tile::kHoldsNormSums ? reinterpret_cast<float*>(gradient_memory + Tile::kHeaderBytes) + threadIdx.x : norm_partials;
+#pragma unroll
+    for (int i = 0; i < kNormSums; ++i) norm_sums[i * Walk::kNormPitch] = 0.f;
+    mbarrier_wait(barriers.weights_full(0), 0);
+    const Walk walk{p, job, columns, barriers, norm_params, norm_sums, warpgroup};
     if (job.all_pairs() == 1) walk.template run<1>(to);
     else if (job.all_pairs() == 2) walk.template run<2>(to);
     else walk.template run<4>(to);
+    if constexpr (Tile::kHoldsNormSums) {
 #pragma unroll
-    for (int i = 0; i < kNormSums; ++i) to[(kJobSums + i) * 128 + threadIdx.x % 128] = norm_sums[i * kConsumerThreads];
+      for (int i = 0; i < kNormSums; ++i) norm_partials[i * 128] = norm_sums[i * Walk::kNormPitch];
+    }
   }
 #endif
 }

@@ -9,7 +9,7 @@ constexpr int kGradientGroups = 2, kConsumerThreads = kGradientGroups * 128;  //
 constexpr int kGradientThreads = kConsumerThreads + 128;                       // and one that brings planes
 constexpr int kJobs = 5, kJobPairs = 2, kOfTap = kHopperInChannels / 2;        // a thread's sums of a tap
 constexpr int kJobSums = kJobPairs * 3 * kOfTap;
-constexpr int kNormSums = kHopperWidth / 4;                                    // a thread's sums of the norm's weight
+constexpr int kNormSums = kHopperWidth / 2, kWindowSums = kNormSums / 2;         // of the norm's weight, and of the windows' gradients
 
 // Shared memory. Terms: the bf16 values whose sum an fp32 operand is. A tile has 64 output channels x kRows rows of 32 pixels; planes as in
 // HopperTile.
@@ -21,7 +21,8 @@ struct GradientTile {
   static constexpr int kLineBytes = kHopperWidth * kChunkBytes, kCopyBytes = (kRows + 1) * kLineBytes, kChunkPitch = 2 * kCopyBytes;
   static constexpr int kTermBytes = kChunks * kChunkPitch, kPlaneBytes = kTerms * kTermBytes;
   static constexpr int kWeightPitch = kHopperOutChannels * kChunkBytes, kWeightBytes = kChunks * kWeightPitch;  // of a tap's term
-  static constexpr int kMostTaps = 12, kNormSumBytes = kNormSums * kConsumerThreads * static_cast<int>(sizeof(float));
+  static constexpr bool kHoldsNormSums = kTerms < 3;  // else there is no room, and each tile adds to what is in memory
+  static constexpr int kMostTaps = 12, kNormSumBytes = kHoldsNormSums ? kNormSums * kConsumerThreads * static_cast<int>(sizeof(float)) : 0;
   static constexpr int kHeaderBytes = 1024;  // barriers, the norm's parameters
   static constexpr int kSharedBytes =
       kHeaderBytes + kNormSumBytes + kMostTaps * kTerms * kWeightBytes + kSlots * kPlaneBytes;

@@ -1,4 +1,4 @@
-// conv_norm_pool_gelu, gradients of weight and norm_weight: the sums of all warpgroups' partial sums, in a fixed order.
+// conv_norm_pool_gelu, gradients of the parameters: the sums of all warpgroups' partial sums, in a fixed order.
 #pragma once
 
 #include "conv_norm_pool_gelu_gradient.cuh"
@@ -41,27 +41,41 @@ sum_weight_gradient(const __grid_constant__ GradientPlan plan, const float* part
                                               tap.kernel_h * to.stride[3] + tap.kernel_w * to.stride[4]] = from_float<T>(sum);
 }
 
-// A block for each of a thread's sums of columns of the norm.
+// norm_weight's or norm_bias's; data is null where nobody asks for it.
+struct NormGradient {
+  void* data;
+  bool is_float;
+
+  template <typename T>
+  __device__ __forceinline__ void set(int column, float value) const {
+    if (is_float) static_cast<float*>(data)[column] = value;
+    else static_cast<T*>(data)[column] = from_float<T>(value);
+  }
+};
+
+// A block for each of a thread's sums over columns: kNormSums of norm_weight, then kWindowSums of the windows' gradients.
 template <typename T>
 __global__ void __launch_bounds__(kSumSlices * 128)
-sum_norm_gradient(const __grid_constant__ GradientPlan plan, const float* partials, void* of_norm_weight, bool is_float) {
+sum_norm_gradients(const __grid_constant__ GradientPlan plan, const float* partials, NormGradient of_weight, NormGradient of_bias) {
   __shared__ float sums[128];
-  const int i = blockIdx.x, thread = threadIdx.x % 128;
+  const bool is_bias = blockIdx.x >= kNormSums;
+  const int i = is_bias ? blockIdx.x - kNormSums : blockIdx.x, thread = threadIdx.x % 128;
+  if (!(is_bias ? of_bias : of_weight).data) return;
   wait_for_previous_kernel();
   float sum = 0.f;
   for (const GradientJob& job : plan.jobs) {
-    if (!job.sums_norm()) continue;
-    sum += sum_of_walkers(partials + (kJobSums + i) * 128 + thread, job.first_block * kGradientGroups, job.blocks * kGradientGroups);
+    if (is_bias ? job.all_pairs() > 1 : !job.sums_norm()) continue;
+    const int entry = is_bias ? 3 * kOfTap + i : kJobSums + i;
+    sum += sum_of_walkers(partials + entry * 128 + thread, job.first_block * kGradientGroups, job.blocks * kGradientGroups);
   }
   if (threadIdx.x < 128) sums[thread] = sum;
   __syncthreads();
-  if (threadIdx.x >= 8) return;
-  const int q = threadIdx.x % 4, half = threadIdx.x / 4;  // of a warp: each has a pixel of a quad lane's two, and all its lanes other rows
+  if (threadIdx.x >= 4) return;
   sum = 0.f;
-  for (int other = 0; other < 128 / 8; ++other) sum += sums[other / 4 * kWarpSize + half * 16 + other % 4 * 4 + q];
-  const int column = 2 * (i / 2 * 8 + 2 * q + half) + i % 2;
-  if (is_float) static_cast<float*>(of_norm_weight)[column] = sum;
-  else static_cast<T*>(of_norm_weight)[column] = from_float<T>(sum);
+  for (int other = threadIdx.x; other < 128; other += 4) sum += sums[other];  // quad lanes hold columns, all others rows
+  if (!is_bias) return of_weight.set<T>(2 * (i / 4 * 8 + 2 * threadIdx.x + i % 4 / 2) + i % 2, sum);
+  const int window = i / 2 * 8 + 2 * threadIdx.x + i % 2;
+  for (int column = 2 * window; column < 2 * window + 2; ++column) of_bias.set<T>(column, 4 * sum);  // of a window's 4 rows
 }
 
 }  // namespace fxfuse::conv_norm_pool_gelu

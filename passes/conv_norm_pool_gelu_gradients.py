@@ -49,10 +49,11 @@ norm_pool_gelu_input_gradient = ops.define(
 )
 
 def conv_norm_pool_gelu_weight_gradient_fake(grad: torch.Tensor, *arguments: Any) -> bool:
-    """Writes the gradients of conv_norm_pool_gelu with respect to weight and norm_weight, and says whether it did: the kernels do not take every call.
+    """Writes the gradients of conv_norm_pool_gelu with respect to weight, norm_weight and norm_bias, and says whether it did: the kernels do not take
+    every call.
 
     grad: of the output, contiguous, fp32 or of the input's dtype. arguments: the op's but for out_dtype; then of_weight, like weight in any
-    strides; of_norm_weight or None, contiguous; of_values, like grad: of each output the gradient of every normalised value in its window.
+    strides; of_norm_weight and of_norm_bias, contiguous or None.
     """
     return True
 
@@ -61,7 +62,7 @@ conv_norm_pool_gelu_weight_gradient = ops.define(
     "conv_norm_pool_gelu_weight_gradient(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor? addend, Tensor? norm_weight, "
     "Tensor? norm_bias, bool transposed, SymInt[] stride, SymInt[] padding, SymInt[] output_padding, float addend_scale, "
     "float addend_value, float eps, int[] pool_size, str approximate, str precision, Tensor(a!) of_weight, Tensor(b!)? of_norm_weight, "
-    "Tensor(c!) of_values) -> bool",
+    "Tensor(c!)? of_norm_bias) -> bool",
     conv_norm_pool_gelu_weight_gradient_fake,
 )
 
@@ -97,18 +98,14 @@ def conv_norm_pool_gelu_parameter_gradients(
     if not ops.has_kernel(conv_norm_pool_gelu_weight_gradient, grad.device.type):
         return None
     given = [value for name, value in arguments.items() if name != "out_dtype"]
-    found = {name: torch.empty_like(arguments[name], memory_format=torch.contiguous_format) for name in names if name == "norm_weight"}
+    of_norm = [name for name in ("norm_weight", "norm_bias") if name in names]
+    found = {name: torch.empty_like(arguments[name], memory_format=torch.contiguous_format) for name in of_norm}
     found["weight"] = torch.empty_like(arguments["weight"])
-    of_values = torch.empty_like(grad, memory_format=torch.contiguous_format)  # of every value in an output's window
     grad = grad.contiguous()
     if grad.data_ptr() % (2 * grad.element_size()):  # part of another tensor; the kernel reads pairs
         grad = grad.clone()
-    if not conv_norm_pool_gelu_weight_gradient(grad, *given, found["weight"], found.get("norm_weight"), of_values):
+    if not conv_norm_pool_gelu_weight_gradient(grad, *given, found["weight"], found.get("norm_weight"), found.get("norm_bias")):
         return None
-    if "norm_bias" in names:
-        depth, height, width = arguments["pool_size"]
-        of_columns = of_values.sum(list(range(of_values.dim() - 1)), dtype=torch.float32) * (depth * height)
-        found["norm_bias"] = of_columns.repeat_interleave(width)
     # What is constant along a row drops out of its norm: the gradient is 0, or nan where the row is.
     nothing = (found["weight"].float() * 0).sum()
     found.update({name: nothing.expand_as(arguments[name]) for name in ("bias", "addend") if name in names})

@@ -201,9 +201,9 @@ def conv_norm_pool_gelu_gradients() -> None:
         grad = randn(size[0], c_out, *size[2:], dtype=dtype)
 
         def op(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor) -> torch.Tensor:
-            of_weight, of_values, geometry = torch.empty_like(weight), torch.empty_like(grad, device="cuda"), [[n] * 3 for n in (2, 1, 1)]
+            of_weight, of_norm, geometry = torch.empty_like(weight), torch.empty_like(torch.stack([norm_weight] * 2)), [[n] * 3 for n in (2, 1, 1)]
             settings = (True, *geometry, 1.0, 0.0, 1e-5, [2] * 3, "none", precision)
-            call = (grad.cuda(), x, weight, None, None, norm_weight, norm_bias, *settings, of_weight, torch.empty_like(norm_weight), of_values)
+            call = (grad.cuda(), x, weight, None, None, norm_weight, norm_bias, *settings, of_weight, *of_norm)
             assert torch.ops.fxfuse.conv_norm_pool_gelu_weight_gradient(*call)
             return of_weight
 
