@@ -38,7 +38,7 @@ void run(const Tensor& input, const Problem& forward, const Weight& weight, cons
          static_cast<const char*>(packed), partials);
   launch(input, {kJobs * kJobSums, kSumSlices * 128, 0, true}, sum_weight_gradient<T>, plan, partials, of_weight);
   if (!of_norm_weight.data && !of_norm_bias.data) return;
-  launch(input, {kNormSums + kWindowSums, kSumSlices * 128}, sum_norm_gradients<T>, plan, partials, of_norm_weight, of_norm_bias);
+  launch(input, {kNormSums, kSumSlices * 128}, sum_norm_gradients<T>, plan, partials, of_norm_weight, of_norm_bias);
 }
 
 NormGradient norm_gradient(const std::optional<Tensor>& of, const char* name) {

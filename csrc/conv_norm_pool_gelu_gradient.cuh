@@ -133,6 +133,22 @@ struct GradientWalk {
     }
   }
 
+  __device__ __forceinline__ void add_norm_sum(int i, float value) const {
+    float* const total = norm_sums + i * kNormPitch;
+    if constexpr (Tile::kHoldsNormSums) *total += value;
+    else atomicAdd(total, value);  // this thread's alone; nothing waits for it
+  }
+
+  __device__ __forceinline__ void add_window_sums(const GradientRows<G, Tile::kRows>& of_windows) const {
+#pragma unroll
+    for (int i = 0; i < kWindowSums; ++i) {
+      float sum = 0.f;
+#pragma unroll
+      for (int r = 0; r < 2 * Tile::kRows; ++r) sum += of_windows[8 * r + i];
+      add_norm_sum(kWeightSums + i, sum);
+    }
+  }
+
   // From y and the gradients of its normalised values, which two columns share, to the gradient of y. With z = y - mean, s = rstd * grad,
   // u = norm_weight * s: of_y = u - mean(u) - z * rstd^2 * mean(u * z).
   __device__ __forceinline__ void differentiate(Values& even, Values& odd, const GradientRows<G, Tile::kRows>& of_windows,
@@ -162,11 +178,7 @@ struct GradientWalk {
       }
       if (job.sums_norm()) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float* const total = norm_sums + (4 * b + j) * kNormPitch;
-          if constexpr (Tile::kHoldsNormSums) *total += sums[j];
-          else atomicAdd(total, sums[j]);  // this thread's alone; nothing waits for it
-        }
+        for (int j = 0; j < 4; ++j) add_norm_sum(4 * b + j, sums[j]);
       }
     }
 #pragma unroll
@@ -248,12 +260,9 @@ struct GradientWalk {
     }
   }
 
-  // The job of one pair has registers left: it also sums the windows' gradients, a column's of all rows, behind its pair's sums.
   template <int kAllPairs, int kPairs = kAllPairs < kJobPairs ? kAllPairs : kJobPairs>
   __device__ __forceinline__ void run(float* partials) const {
-    constexpr int kColumns = kAllPairs == 1 ? kWindowSums : 0;
     PairSums sums[kPairs] = {};
-    float window_sums[kWindowSums] = {};
     Values even, odd;
     GradientRows<G, Tile::kRows> of_windows;
     const float poison[2] = {poison_of<T>(p, channel()), poison_of<T>(p, channel() + 8)};
@@ -265,13 +274,7 @@ struct GradientWalk {
     while (at.column < columns.columns) {
       multiply<kAllPairs>(even, odd, at.plane);
       differentiate(even, odd, of_windows, poison, at);
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        float sum = 0.f;
-#pragma unroll
-        for (int r = 0; r < 2 * Tile::kRows; ++r) sum += of_windows[8 * r + i];
-        window_sums[i] += sum;
-      }
+      if (kAllPairs == 1 && job.sums_windows()) add_window_sums(of_windows);
       const GradientPosition next = after(at);
       // Early, so that nothing waits for them, where registers hold them beside the operands.
       if constexpr (Tile::kTerms == 1) of_windows.load(p, next.n, channel(), next.d, next.first_row);
@@ -282,8 +285,6 @@ struct GradientWalk {
       if (kMostTiles < INT32_MAX && ++tiles % kMostTiles == 0) flush(sums, partials, starts), starts = false;
     }
     flush(sums, partials, starts);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) partials[(kPairs * 3 * kOfTap + i) * 128 + threadIdx.x % 128] = window_sums[i];
   }
 };
 

@@ -53,26 +53,27 @@ struct NormGradient {
   }
 };
 
-// A block for each of a thread's sums over columns: kNormSums of norm_weight, then kWindowSums of the windows' gradients.
+// A block for each of a thread's sums over columns.
 template <typename T>
 __global__ void __launch_bounds__(kSumSlices * 128)
 sum_norm_gradients(const __grid_constant__ GradientPlan plan, const float* partials, NormGradient of_weight, NormGradient of_bias) {
   __shared__ float sums[128];
-  const bool is_bias = blockIdx.x >= kNormSums;
-  const int i = is_bias ? blockIdx.x - kNormSums : blockIdx.x, thread = threadIdx.x % 128;
+  const bool is_bias = blockIdx.x >= kWeightSums;
+  const int thread = threadIdx.x % 128;
   if (!(is_bias ? of_bias : of_weight).data) return;
   wait_for_previous_kernel();
   float sum = 0.f;
   for (const GradientJob& job : plan.jobs) {
-    if (is_bias ? job.all_pairs() > 1 : !job.sums_norm()) continue;
-    const int entry = is_bias ? 3 * kOfTap + i : kJobSums + i;
-    sum += sum_of_walkers(partials + entry * 128 + thread, job.first_block * kGradientGroups, job.blocks * kGradientGroups);
+    if (!(is_bias ? job.sums_windows() : job.sums_norm())) continue;
+    const float* const value = partials + (kJobSums + blockIdx.x) * 128 + thread;
+    sum += sum_of_walkers(value, job.first_block * kGradientGroups, job.blocks * kGradientGroups);
   }
   if (threadIdx.x < 128) sums[thread] = sum;
   __syncthreads();
   if (threadIdx.x >= 4) return;
   sum = 0.f;
   for (int other = threadIdx.x; other < 128; other += 4) sum += sums[other];  // quad lanes hold columns, all others rows
+  const int i = is_bias ? blockIdx.x - kWeightSums : blockIdx.x;
   if (!is_bias) return of_weight.set<T>(2 * (i / 4 * 8 + 2 * threadIdx.x + i % 4 / 2) + i % 2, sum);
   const int window = i / 2 * 8 + 2 * threadIdx.x + i % 2;
   for (int column = 2 * window; column < 2 * window + 2; ++column) of_bias.set<T>(column, 4 * sum);  // of a window's 4 rows
