@@ -1,4 +1,4 @@
-// fxfuse::conv_norm_pool_gelu_weight_gradient: gradients of conv_norm_pool_gelu with respect to weight, norm_weight and norm_bias; false, and nothing done, for what the kernels do not take: the convolution is then computed again by its library.
+// fxfuse::conv_norm_pool_gelu_weight_gradient: gradients of conv_norm_pool_gelu with respect to its parameters; false, and nothing done, for what the kernels do not take: the convolution is then computed again by its library.
 
 #include <string>
 #include <vector>
@@ -12,7 +12,7 @@ namespace {
 // G: the type of grad.
 template <Operand operand, typename G>
 void run(const Tensor& input, const Problem& forward, const Weight& weight, const Tensor& grad, const Weight& of_weight,
-         const NormGradient& of_norm_weight, const NormGradient& of_norm_bias) {
+         const NormGradient& of_norm_weight, const NormGradient& of_norm_bias, void* of_constants) {
   using T = DataOf<operand>;
   const int num_processors = device_attribute(cudaDevAttrMultiProcessorCount, input.get_device_index());
   const HopperPlan forward_plan = make_hopper_plan<operand>(forward, num_processors);
@@ -36,7 +36,8 @@ void run(const Tensor& input, const Problem& forward, const Weight& weight, cons
          reinterpret_cast<uint4*>(packed));
   launch(input, {plan.blocks, kGradientThreads, GradientTile<operand>::kSharedBytes, true}, gradient_kernel<operand, G>, p, plan,
          static_cast<const char*>(packed), partials);
-  launch(input, {kJobs * kJobSums, kSumSlices * 128, 0, true}, sum_weight_gradient<T>, plan, partials, of_weight);
+  launch(input, {kJobs * kJobSums, kSumSlices * 128, 0, true}, sum_weight_gradient<T>, plan, partials, of_weight,
+         static_cast<T*>(of_constants));
   if (!of_norm_weight.data && !of_norm_bias.data) return;
   launch(input, {kNormSums, kSumSlices * 128}, sum_norm_gradients<T>, plan, partials, of_norm_weight, of_norm_bias);
 }
@@ -52,7 +53,8 @@ bool conv_norm_pool_gelu_weight_gradient(const Tensor& grad, const Tensor& input
                                          const std::vector<int64_t>& padding, const std::vector<int64_t>& output_padding,
                                          double addend_scale, double addend_value, double eps, const std::vector<int64_t>& pool_size,
                                          const std::string& approximate, const std::string& precision, const Tensor& of_weight,
-                                         const std::optional<Tensor>& of_norm_weight, const std::optional<Tensor>& of_norm_bias) {
+                                         const std::optional<Tensor>& of_norm_weight, const std::optional<Tensor>& of_norm_bias,
+                                         const std::optional<Tensor>& of_constants) {
   Arguments call = check_arguments(input, weight, bias, addend, norm_weight, norm_bias, transposed, stride, padding, output_padding,
                                    addend_scale, addend_value, eps, pool_size, approximate, precision, grad.scalar_type());
   require(grad.is_contiguous() && sizes_of(grad).size() == call.output_size.size() &&
@@ -62,12 +64,15 @@ bool conv_norm_pool_gelu_weight_gradient(const Tensor& grad, const Tensor& input
   require(starts_at_a_pair, "grad starts between two elements of a pair; a copy does not.");
   const NormGradient of_scale = norm_gradient(of_norm_weight, "of_norm_weight"), of_shift = norm_gradient(of_norm_bias, "of_norm_bias");
   const Problem& p = call.problem;
+  require(!of_constants || (of_constants->is_contiguous() && of_constants->numel() == p.out_channels &&
+                            of_constants->scalar_type() == weight.scalar_type()),
+          "of_constants is not a contiguous tensor of the weight's dtype with a value for each output channel, but it must be.");
   const auto attribute = [&](cudaDeviceAttr a) { return device_attribute(a, input.get_device_index()); };
   if (grad.numel() == 0 || !hopper_takes(p, attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMultiProcessorCount))) return false;
   const Weight from = make_weight(weight, p), to = make_weight(of_weight, p);
   const auto run_as = [&]<Operand operand>() {
     const auto run_of = p.output_is_float ? run<operand, float> : run<operand, DataOf<operand>>;
-    run_of(input, p, from, grad, to, of_scale, of_shift);
+    run_of(input, p, from, grad, to, of_scale, of_shift, of_constants ? of_constants->data_ptr() : nullptr);
   };
   switch (call.operand) {
     case Operand::Tf32: run_as.template operator()<Operand::Tf32>(); return true;

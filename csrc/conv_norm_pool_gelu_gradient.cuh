@@ -13,6 +13,7 @@
 
 #include "common/hopper.cuh"
 #include "conv_norm_pool_gelu_gradient_load.cuh"
+#include "conv_norm_pool_gelu_gradient_norm.cuh"
 #include "conv_norm_pool_gelu_hopper.cuh"
 
 namespace fxfuse::conv_norm_pool_gelu {
@@ -102,15 +103,15 @@ struct GradientWalk {
     if (job.parity >> 1) wait_for_plane(plane + 1);
     wgmma_fence();
     // The small products of all pairs first, where they are to count to their last place.
-    if (Tile::kTerms == 3) multiply_pairs<kAllPairs>(even, odd, plane, [](int order) { return order > 0; });
-    multiply_pairs<kAllPairs>(even, odd, plane, [](int order) { return Tile::kTerms < 3 || order == 0; });
+    if constexpr (Tile::kTerms == 3) multiply_pairs<kAllPairs, 1, 2>(even, odd, plane);
+    multiply_pairs<kAllPairs, 0, Tile::kTerms == 2>(even, odd, plane);
     wgmma_commit();
     wgmma_wait<0>();
   }
 
-  // takes: whether products of terms i and j are among them, by i + j.
-  template <int kAllPairs, typename F>
-  __device__ __forceinline__ void multiply_pairs(Values& even, Values& odd, uint32_t plane, const F& takes) const {
+  // Those of terms i and j with kFirst <= i + j <= kLast.
+  template <int kAllPairs, int kFirst, int kLast>
+  __device__ __forceinline__ void multiply_pairs(Values& even, Values& odd, uint32_t plane) const {
     constexpr uint32_t kTerm = Tile::kTermBytes / kChunkBytes, kWeightTerm = Tile::kWeightBytes / kChunkBytes, kTap = Tile::kTerms * kWeightTerm;
     uint32_t of_pair = barriers.weights / kChunkBytes + kWeightK;
 #pragma unroll
@@ -120,7 +121,7 @@ struct GradientWalk {
       for (int tap_w = 0; tap_w < 3; ++tap_w) {
         auto& columns = tap_w == 0 ? even : odd;
         for_each_product<Tile::kTerms>([&](int of_weight, int of_pixels) {
-          if (!takes(of_weight + of_pixels)) return;
+          if (of_weight + of_pixels < kFirst || of_weight + of_pixels > kLast) return;
           const uint32_t a = of_pair + tap_w * kTap + of_weight * kWeightTerm, b = pixels + (tap_w == 2 ? kCopy : 0) + of_pixels * kTerm;
 #pragma unroll
           for (int k = 0; k < Tile::kChunks / 2; ++k) {
@@ -137,67 +138,6 @@ struct GradientWalk {
     float* const total = norm_sums + i * kNormPitch;
     if constexpr (Tile::kHoldsNormSums) *total += value;
     else atomicAdd(total, value);  // this thread's alone; nothing waits for it
-  }
-
-  __device__ __forceinline__ void add_window_sums(const GradientRows<G, Tile::kRows>& of_windows) const {
-#pragma unroll
-    for (int i = 0; i < kWindowSums; ++i) {
-      float sum = 0.f;
-#pragma unroll
-      for (int r = 0; r < 2 * Tile::kRows; ++r) sum += of_windows[8 * r + i];
-      add_norm_sum(kWeightSums + i, sum);
-    }
-  }
-
-  // From y and the gradients of its normalised values, which two columns share, to the gradient of y. With z = y - mean, s = rstd * grad,
-  // u = norm_weight * s: of_y = u - mean(u) - z * rstd^2 * mean(u * z).
-  __device__ __forceinline__ void differentiate(Values& even, Values& odd, const GradientRows<G, Tile::kRows>& of_windows,
-                                                const float (&poison)[2], const GradientPosition& at) const {
-    constexpr int kOfRow = 2 * Tile::kRows;
-    constexpr float kInverseWidth = 1.f / (2 * kHopperWidth);
-    const int q = threadIdx.x % 4;
-    Values scaled;
-    float rstd[kOfRow], mean_u[kOfRow] = {}, mean_uz[kOfRow] = {};
-    center_rows<Tile::kRows>(even, odd, rstd, poison, p.eps);
-#pragma unroll
-    for (int r = 0; r < kOfRow; ++r) rstd[r] = is_inside(at, r / 2) ? rstd[r] : 0.f;  // it may be inf, and their gradients are 0
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const float4 weight = *reinterpret_cast<const float4*>(norm_params + (8 * b + 2 * q) * 2);
-      float sums[4] = {};
-#pragma unroll
-      for (int r = 0; r < kOfRow; ++r) {
-        const int i = value_index(r, b, 0);
-        float &first = scaled[8 * r + 2 * b], &second = scaled[8 * r + 2 * b + 1];
-        first = of_windows[8 * r + 2 * b] * rstd[r], second = of_windows[8 * r + 2 * b + 1] * rstd[r];
-        mean_u[r] = fmaf(weight.z + weight.w, second, fmaf(weight.x + weight.y, first, mean_u[r]));
-        mean_uz[r] = fmaf(first, fmaf(weight.x, even[i], weight.y * odd[i]), mean_uz[r]);
-        mean_uz[r] = fmaf(second, fmaf(weight.z, even[i + 1], weight.w * odd[i + 1]), mean_uz[r]);
-        sums[0] = fmaf(first, even[i], sums[0]), sums[1] = fmaf(first, odd[i], sums[1]);
-        sums[2] = fmaf(second, even[i + 1], sums[2]), sums[3] = fmaf(second, odd[i + 1], sums[3]);
-      }
-      if (job.sums_norm()) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) add_norm_sum(4 * b + j, sums[j]);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < kOfRow; ++r) {
-      mean_u[r] = warp_sum(mean_u[r], 4) * kInverseWidth;
-      mean_uz[r] = warp_sum(mean_uz[r], 4) * kInverseWidth * rstd[r] * rstd[r];
-    }
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const float4 weight = *reinterpret_cast<const float4*>(norm_params + (8 * b + 2 * q) * 2);
-#pragma unroll
-      for (int r = 0; r < kOfRow; ++r) {
-        const auto of_y = [&](float& z, float weight, float scaled) { z = fmaf(-z, mean_uz[r], fmaf(weight, scaled, -mean_u[r])); };
-        const int i = value_index(r, b, 0);
-        const float first = scaled[8 * r + 2 * b], second = scaled[8 * r + 2 * b + 1];
-        of_y(even[i], weight.x, first), of_y(odd[i], weight.y, first);
-        of_y(even[i + 1], weight.z, second), of_y(odd[i + 1], weight.w, second);
-      }
-    }
   }
 
   static __device__ __forceinline__ void to_operand(const Values& values, Terms& terms) {
@@ -260,7 +200,7 @@ struct GradientWalk {
     }
   }
 
-  template <int kAllPairs, int kPairs = kAllPairs < kJobPairs ? kAllPairs : kJobPairs>
+  template <int kAllPairs, bool kSumsOutput, int kPairs = kAllPairs < kJobPairs ? kAllPairs : kJobPairs>
   __device__ __forceinline__ void run(float* partials) const {
     PairSums sums[kPairs] = {};
     Values even, odd;
@@ -270,11 +210,13 @@ struct GradientWalk {
     release(0, at.plane);
     of_windows.load(p, at.n, channel(), at.d, at.first_row);
     int tiles = 0;
-    bool starts = true;
     while (at.column < columns.columns) {
       multiply<kAllPairs>(even, odd, at.plane);
-      differentiate(even, odd, of_windows, poison, at);
-      if (kAllPairs == 1 && job.sums_windows()) add_window_sums(of_windows);
+      bool inside[Tile::kRows];
+#pragma unroll
+      for (int row = 0; row < Tile::kRows; ++row) inside[row] = is_inside(at, row);
+      differentiate_rows<Tile::kRows, kSumsOutput>(even, odd, of_windows, inside, norm_params, poison, p.eps,
+                                                   [&](int i, float sum) { add_norm_sum(i, sum); });
       const GradientPosition next = after(at);
       // Early, so that nothing waits for them, where registers hold them beside the operands.
       if constexpr (Tile::kTerms == 1) of_windows.load(p, next.n, channel(), next.d, next.first_row);
@@ -282,9 +224,9 @@ struct GradientWalk {
       if constexpr (Tile::kTerms > 1) of_windows.load(p, next.n, channel(), next.d, next.first_row);
       release(at.plane, next.plane);
       at = next;
-      if (kMostTiles < INT32_MAX && ++tiles % kMostTiles == 0) flush(sums, partials, starts), starts = false;
+      if (kMostTiles < INT32_MAX && ++tiles % kMostTiles == 0) flush(sums, partials, tiles == kMostTiles);
     }
-    flush(sums, partials, starts);
+    flush(sums, partials, tiles < kMostTiles);
   }
 };
 
@@ -323,9 +265,10 @@ gradient_kernel(const __grid_constant__ Problem p, const __grid_constant__ Gradi
     for (int i = 0; i < kNormSums; ++i) norm_sums[i * Walk::kNormPitch] = 0.f;
     mbarrier_wait(barriers.weights_full(0), 0);
     const Walk walk{p, job, columns, barriers, norm_params, norm_sums, warpgroup};
-    if (job.all_pairs() == 1) walk.template run<1>(to);
-    else if (job.all_pairs() == 2) walk.template run<2>(to);
-    else walk.template run<4>(to);
+    if (job.all_pairs() == 1) walk.template run<1, true>(to);
+    else if (job.all_pairs() == 2) walk.template run<2, true>(to);
+    else if (job.sums_output()) walk.template run<4, true>(to);
+    else walk.template run<4, false>(to);
     if constexpr (Tile::kHoldsNormSums) {
 #pragma unroll
       for (int i = 0; i < kNormSums; ++i) norm_partials[i * 128] = norm_sums[i * Walk::kNormPitch];

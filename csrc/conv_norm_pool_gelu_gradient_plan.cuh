@@ -39,9 +39,8 @@ struct GradientJob {
   __host__ __device__ int all_pairs() const { return (1 << (parity >> 1)) << (parity & 1); }
   // In the order of HopperTap.
   __host__ __device__ int first_tap() const { return parity == 0 ? 0 : parity == 1 ? 3 : parity == 2 ? 9 : 15; }
-  // Of two jobs of one parity the first speaks for the norm, and the shortest job of all for the windows, which all read.
-  __host__ __device__ bool sums_norm() const { return first_pair == 0; }
-  __host__ __device__ bool sums_windows() const { return parity == 0; }
+  // Of two jobs of one parity the first sums for the norm's weight, of the output; the other one for its bias, of the windows, which all read.
+  __host__ __device__ bool sums_output() const { return first_pair == 0; }
 };
 
 struct GradientPlan {
@@ -56,14 +55,12 @@ template <Operand operand>
 GradientPlan make_gradient_plan(const Problem& p, int num_processors) {
   constexpr int kTerms = GradientTile<operand>::kTerms;
   constexpr double kArithmetic = kTerms == 3 ? 2500 : 4100, kOutput = kTerms == 3 ? 800 : kTerms == 2 ? 1100 : 380;
-  constexpr double kGradient = kTerms == 3 ? 1000 : kTerms == 2 ? 1250 : 430, kWindows = 400;
+  constexpr double kGradient = kTerms == 3 ? 1000 : kTerms == 2 ? 1250 : 430;
   GradientPlan plan{.jobs = {{0, 0, 1}, {1, 0, 2}, {2, 0, 2}, {3, 0, 2}, {3, 2, 2}}, .row_blocks = 0, .columns = 0, .blocks = num_processors};
   plan.row_blocks = static_cast<int>(ceil_div(p.h.input, GradientTile<operand>::kRows));
   plan.columns = static_cast<int>(p.num_n * plan.row_blocks);
   double all = 0;
-  const auto cost = [&](const GradientJob& job) {
-    return kArithmetic + kOutput * job.all_pairs() + kGradient * job.pairs + (job.sums_windows() ? kWindows : 0);
-  };
+  const auto cost = [&](const GradientJob& job) { return kArithmetic + kOutput * job.all_pairs() + kGradient * job.pairs; };
   for (const GradientJob& job : plan.jobs) all += cost(job);
   double until = 0;
   int first = 0;

@@ -22,9 +22,11 @@ __device__ __forceinline__ float sum_of_walkers(const float* value, int first, i
 }
 
 // A block for each of a thread's sums in a job; a thread of its first slice has one (output channel, input channel) of a tap.
+// of_constants: null, or where the gradients go of what each output channel adds to all of its values. That drops out of the norm: they are 0, or
+// nan where a row is.
 template <typename T>
-__global__ void __launch_bounds__(kSumSlices * 128)
-sum_weight_gradient(const __grid_constant__ GradientPlan plan, const float* partials, const __grid_constant__ Weight to) {
+__global__ void __launch_bounds__(kSumSlices * 128) sum_weight_gradient(const __grid_constant__ GradientPlan plan, const float* partials,
+                                                                        const __grid_constant__ Weight to, T* of_constants) {
   const int sum_idx = blockIdx.x % kJobSums, pair = sum_idx / (3 * kOfTap), i = sum_idx % (3 * kOfTap);
   const int thread = threadIdx.x % 128, lane = thread % kWarpSize;
   const GradientJob& job = plan.jobs[blockIdx.x / kJobSums];
@@ -36,7 +38,9 @@ sum_weight_gradient(const __grid_constant__ GradientPlan plan, const float* part
   const int tap_w = is_odd ? 1 + group % 2 : 0, chunk = is_odd ? group / 2 : group;
   const int channel_out = thread / kWarpSize * 16 + i / 2 % 2 * 8 + lane / 4, channel_in = chunk * 8 + lane % 4 * 2 + i % 2;
   if (threadIdx.x >= 128 || channel_out >= to.out_channels || channel_in >= to.in_channels) return;
-  const HopperTap tap(job.first_tap() + 3 * (job.first_pair + pair) + tap_w);
+  const int tap_idx = job.first_tap() + 3 * (job.first_pair + pair) + tap_w;
+  if (of_constants && tap_idx == 0 && channel_in == 0) of_constants[channel_out] = from_float<T>(0.f * sum);
+  const HopperTap tap(tap_idx);
   static_cast<T*>(const_cast<void*>(to.data))[channel_out * to.stride[0] + channel_in * to.stride[1] + tap.kernel_d * to.stride[2] +
                                               tap.kernel_h * to.stride[3] + tap.kernel_w * to.stride[4]] = from_float<T>(sum);
 }
@@ -64,7 +68,7 @@ sum_norm_gradients(const __grid_constant__ GradientPlan plan, const float* parti
   wait_for_previous_kernel();
   float sum = 0.f;
   for (const GradientJob& job : plan.jobs) {
-    if (!(is_bias ? job.sums_windows() : job.sums_norm())) continue;
+    if (job.sums_output() == is_bias) continue;
     const float* const value = partials + (kJobSums + blockIdx.x) * 128 + thread;
     sum += sum_of_walkers(value, job.first_block * kGradientGroups, job.blocks * kGradientGroups);
   }

@@ -49,11 +49,11 @@ norm_pool_gelu_input_gradient = ops.define(
 )
 
 def conv_norm_pool_gelu_weight_gradient_fake(grad: torch.Tensor, *arguments: Any) -> bool:
-    """Writes the gradients of conv_norm_pool_gelu with respect to weight, norm_weight and norm_bias, and says whether it did: the kernels do not take
-    every call.
+    """Writes the gradients of conv_norm_pool_gelu with respect to its parameters, and says whether it did: the kernels do not take every call.
 
     grad: of the output, contiguous, fp32 or of the input's dtype. arguments: the op's but for out_dtype; then of_weight, like weight in any
-    strides; of_norm_weight and of_norm_bias, contiguous or None.
+    strides; contiguous or None: of_norm_weight, of_norm_bias, and of_constants [C_out], of the weight's dtype: of what a channel adds to all of
+    its values.
     """
     return True
 
@@ -62,7 +62,7 @@ conv_norm_pool_gelu_weight_gradient = ops.define(
     "conv_norm_pool_gelu_weight_gradient(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor? addend, Tensor? norm_weight, "
     "Tensor? norm_bias, bool transposed, SymInt[] stride, SymInt[] padding, SymInt[] output_padding, float addend_scale, "
     "float addend_value, float eps, int[] pool_size, str approximate, str precision, Tensor(a!) of_weight, Tensor(b!)? of_norm_weight, "
-    "Tensor(c!)? of_norm_bias) -> bool",
+    "Tensor(c!)? of_norm_bias, Tensor(d!)? of_constants) -> bool",
     conv_norm_pool_gelu_weight_gradient_fake,
 )
 
@@ -101,14 +101,18 @@ def conv_norm_pool_gelu_parameter_gradients(
     of_norm = [name for name in ("norm_weight", "norm_bias") if name in names]
     found = {name: torch.empty_like(arguments[name], memory_format=torch.contiguous_format) for name in of_norm}
     found["weight"] = torch.empty_like(arguments["weight"])
+    of_constants = arguments["weight"].new_empty(arguments["weight"].shape[1]) if "bias" in names or "addend" in names else None
     grad = grad.contiguous()
     if grad.data_ptr() % (2 * grad.element_size()):  # part of another tensor; the kernel reads pairs
         grad = grad.clone()
-    if not conv_norm_pool_gelu_weight_gradient(grad, *given, found["weight"], found.get("norm_weight"), found.get("norm_bias")):
+    of_norm_weight, of_norm_bias = found.get("norm_weight"), found.get("norm_bias")
+    if not conv_norm_pool_gelu_weight_gradient(grad, *given, found["weight"], of_norm_weight, of_norm_bias, of_constants):
         return None
-    # What is constant along a row drops out of its norm: the gradient is 0, or nan where the row is.
-    nothing = (found["weight"].float() * 0).sum()
-    found.update({name: nothing.expand_as(arguments[name]) for name in ("bias", "addend") if name in names})
+    if "bias" in names:
+        found["bias"] = of_constants
+    if "addend" in names:
+        addend = arguments["addend"]
+        found["addend"] = (of_constants.sum() if addend.numel() == 1 else of_constants.clone()).reshape(addend.shape)
     return found
 
 

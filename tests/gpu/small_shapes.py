@@ -203,7 +203,7 @@ def conv_norm_pool_gelu_gradients() -> None:
         def op(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor) -> torch.Tensor:
             of_weight, of_norm, geometry = torch.empty_like(weight), torch.empty_like(torch.stack([norm_weight] * 2)), [[n] * 3 for n in (2, 1, 1)]
             settings = (True, *geometry, 1.0, 0.0, 1e-5, [2] * 3, "none", precision)
-            call = (grad.cuda(), x, weight, None, None, norm_weight, norm_bias, *settings, of_weight, *of_norm)
+            call = (grad.cuda(), x, weight, None, None, norm_weight, norm_bias, *settings, of_weight, *of_norm, None)
             assert torch.ops.fxfuse.conv_norm_pool_gelu_weight_gradient(*call)
             return of_weight
 

@@ -120,9 +120,11 @@ def test_random_shapes():
         batch = max(draw.randint(1, 8), math.ceil(66 / math.ceil(height / 4)))
         shape = (batch, draw.randint(1, 32), draw.randint(33, 64), depth, height)
         kind = draw.choice(KINDS)
-        case = operands(*shape, *kind, channels_last=draw.random() < 0.5, is_affine=draw.random() < 0.8)
+        arguments, grad = operands(*shape, *kind, channels_last=draw.random() < 0.5, is_affine=draw.random() < 0.8)
+        if draw.random() < 0.5:
+            arguments["addend"] = torch.randn((shape[2], 1, 1, 1), device="cuda", dtype=kind[0])
         try:
-            check(*case)
+            check(arguments, grad)
         except AssertionError as error:
             raise AssertionError(f"{shape}, {kind}: {error}") from error
 
