@@ -147,7 +147,7 @@ def test_training_steps_of_the_headline_models(
     match = training_step(model, model.gpu_shape, dtype, of_input)
     recompute, save = match.chain.implementations
     auto = weigh.weigh(match, Options(), None)
-    assert auto.taken in (recompute, save)
+    assert auto.taken is recompute or (of_input and auto.taken is save)
     assert all(re.match(r"predicted \d+ us in a training step, Inductor at least \d+ us", one.verdict) for one in auto.candidates)
     for backward, taken in (("recompute", recompute), ("save", save)):
         weighed = weigh.weigh(match, Options(backward=backward), None)
