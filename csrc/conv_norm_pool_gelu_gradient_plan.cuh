@@ -9,7 +9,7 @@ constexpr int kGradientGroups = 2, kConsumerThreads = kGradientGroups * 128;  //
 constexpr int kGradientThreads = kConsumerThreads + 128;                       // and one that brings planes
 constexpr int kJobs = 5, kJobPairs = 2, kOfTap = kHopperInChannels / 2;        // a thread's sums of a tap
 constexpr int kJobSums = kJobPairs * 3 * kOfTap;
-// A thread's sums over columns: for the norm's weight of the output's, and for its bias of the windows'.
+// What a thread sums by column: the normalised output times its gradient, for norm_weight, and the windows' gradients, for norm_bias.
 constexpr int kWeightSums = kHopperWidth / 2, kWindowSums = kHopperWidth / 4, kNormSums = kWeightSums + kWindowSums;
 
 // Shared memory. Terms: the bf16 values whose sum an fp32 operand is. A tile has 64 output channels x kRows rows of 32 pixels; planes as in
@@ -39,7 +39,7 @@ struct GradientJob {
   __host__ __device__ int all_pairs() const { return (1 << (parity >> 1)) << (parity & 1); }
   // In the order of HopperTap.
   __host__ __device__ int first_tap() const { return parity == 0 ? 0 : parity == 1 ? 3 : parity == 2 ? 9 : 15; }
-  // Of two jobs of one parity the first sums for the norm's weight, of the output; the other one for its bias, of the windows, which all read.
+  // For norm_weight, of which every parity has a share; of two jobs of one parity the second sums the windows' gradients, which all jobs read.
   __host__ __device__ bool sums_output() const { return first_pair == 0; }
 };
 

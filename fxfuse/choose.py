@@ -40,8 +40,8 @@ def decide(cost: Cost | None, rates: Rates | None, select: str, backward: str | 
         return Choice(False, 'select="tail"')
     if cost.op.flops and backward == "save":
         return Choice(False, 'backward="save"')
-    if asked:
-        return Choice(True, asked)
+    if asked:  # `backward` is "auto" where nobody thought of training: the sentence says what the graph is
+        return Choice(True, f"{asked}, in a training step" if backward == "auto" else asked)
     step = "" if backward is None else " in a training step" if cost.backward else " in the forward of a training step"
     return _by_bytes(cost, step) if rates is None else _by_time(cost, rates, step)
 

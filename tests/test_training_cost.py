@@ -122,3 +122,10 @@ HOST = {"an inference": 0, "a saved output": 1000, "one piece": 2000, "pieces": 
 def test_the_hosts_time(name: str, host: float) -> None:
     cost, (own, theirs) = SUMS[name]
     assert microseconds(cost, replace(PLAIN, backward_call=1000.0, recompute_call=2000.0)) == pytest.approx((own + host, theirs))
+
+
+def test_the_reason_says_that_a_graph_is_a_training_step() -> None:
+    """Nobody need have thought of it: `model.eval()` does not turn gradients off."""
+    tail = Cost(Work(100, 1), Work(200, 1))
+    reasons = {backward: decide(tail, None, "always", backward).why for backward in (None, "auto", "save")}
+    assert reasons == {None: 'select="always"', "auto": 'select="always", in a training step', "save": 'select="always"'}
