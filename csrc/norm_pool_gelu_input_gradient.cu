@@ -7,8 +7,8 @@
 //
 //   norm_pool_gelu_input_gradient_plan.cuh           which path, which tiles: pure functions
 //   norm_pool_gelu_input_gradient_problem.cuh        what is computed
-//   norm_pool_gelu_input_gradient_rows.cuh           contiguous, rows in registers
-//   norm_pool_gelu_input_gradient_channels_last.cuh  channels_last_3d, rows in shared memory
+//   norm_pool_gelu_input_gradient_rows.cuh           contiguous, rows in registers: _lanes.cuh reads and normalises them
+//   norm_pool_gelu_input_gradient_channels_last.cuh  channels_last_3d, rows in shared memory: _column.cuh has a thread's part of them
 //   norm_pool_gelu_input_gradient_launch.cuh         a plan to its kernel; a .cu an input dtype
 //   this file                                        workspaces, op, registration
 

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Raised where fake tensors cannot stand in for data.
@@ -208,9 +210,7 @@ def static_capture() -> AbstractContextManager[None]:
 
     Floats are constants, as they are once Inductor has asked for another trace: as inputs their data would be needed to go on.
     """
-    import torch._dynamo.config as config
-
-    return config.patch(automatic_dynamic_shapes=False, recompile_limit=2**30, accumulated_recompile_limit=2**30, specialize_float=True)
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=2**30, accumulated_recompile_limit=2**30, specialize_float=True)
 
 
 def user_line(error: BaseException) -> str:
@@ -286,20 +286,15 @@ def has_kernel(name: str, device: str) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether `tensor` stands for a plain tensor or parameter, not for another subclass (DTensor) or a functorch wrapper."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return False
-    return type(tensor) in (FakeTensor, torch.Tensor, nn.Parameter, nn.Buffer)
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not is_wrapped and type(tensor) in (FakeTensor, torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def annotate(graph_module: fx.GraphModule, example_inputs: tuple[Any, ...], fake_mode: Any) -> None:
     """Fills `meta["val"]` of every node by running the graph on fake tensors; nothing is computed."""
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
     FakeTensorProp(graph_module, fake_mode).propagate(*example_inputs)
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:
     """Whether `Tensor::suggest_memory_format()` (C++ only) says channels_last or channels_last_3d."""
-    from torch._prims_common import suggest_memory_format
-
     return suggest_memory_format(tensor) in (torch.channels_last, torch.channels_last_3d)

@@ -184,7 +184,7 @@ def main(path: str) -> None:
             took = contender(weighed, result.get("training", False))
             best = min(times["inductor"], times[tail])
             verdicts = "; ".join(f"{c.op}: {c.verdict}" for c in weighed.candidates)
-            shown = [f"{times[name] * 1e3:.1f}" for name in ("inductor", tail, whole)]
+            shown = [f"{times[name] * 1e3:.1f}" if name in times else "" for name in ("inductor", tail, whole)]
             table.append((" ".join(key), *shown, took, f"{times[took] / best:.2f}", f"{times[took] / min(times.values()):.2f}", verdicts))
     print(tabulate(table, headers=("workload", "inductor us", f"{tail} us", f"{whole} us", "taken", "/ best of two", "/ best", "why"), tablefmt="plain"))
 
