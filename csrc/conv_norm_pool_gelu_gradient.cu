@@ -1,4 +1,5 @@
-// fxfuse::conv_norm_pool_gelu_weight_gradient: gradients of conv_norm_pool_gelu with respect to its parameters; false, and nothing done, for what the kernels do not take: the convolution is then computed again by its library.
+// fxfuse::conv_norm_pool_gelu_weight_gradient: gradients of conv_norm_pool_gelu with respect to its parameters; false, and nothing done, for
+// what the kernels do not take: the convolution is then computed again by its library.
 
 #include <string>
 #include <vector>

@@ -50,7 +50,8 @@ struct GradientPlan {
   __host__ __device__ int warpgroups() const { return blocks * kGradientGroups; }
 };
 
-// Blocks by what a tile costs a job: its arithmetic, and 3 taps of output and of gradient a pair, in cycles of an H200 about so.
+// Blocks by what a tile costs a job: its arithmetic, and 3 taps of output and of gradient a pair, in cycles of an H200 about so; of three terms
+// by estimate.
 template <Operand operand>
 GradientPlan make_gradient_plan(const Problem& p, int num_processors) {
   constexpr int kTerms = GradientTile<operand>::kTerms;
