@@ -89,7 +89,7 @@ class Emitter:
         as it was, if it does not stand for the chain."""
         self._check(result)
         self._last.replace_all_uses_with(result)
-        for call in reversed(self._match.present):
+        for call in reversed(self._match.path):
             for node in (self._copied[own] for own in reversed(call.nodes)):
                 if not node.users:
                     self._graph.erase_node(node)

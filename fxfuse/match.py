@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from .chain import Chain, Step
+from .identities import is_identity, why_not
+from .op_names import op_name, source_of
 from .values import ModuleParameter, value_of
 from .view import Call, GraphView
+from .written_out import READERS
+
+# How many other ops may stand between a chain's steps for it to be a near miss, and how many readers of a value are followed.
+NEAR = 2
+MOST_FOLLOWED = 8
 
 
 @dataclass(frozen=True)
 class Match:
-    """A complete chain: every step's call by step name (None for an optional step that is absent)."""
+    """A complete chain: every step's call by step name (None for an optional step that is absent).
+
+    path: the calls in the order the value flows, with the identities between steps, which belong to no step.
+    """
 
     chain: Chain
     calls: Mapping[str, Call | None]
+    path: tuple[Call, ...]
 
     @property
     def present(self) -> list[Call]:
-        """The calls in chain order, absent optional steps left out."""
+        """The steps' calls in chain order, absent optional ones left out."""
         return [call for call in self.calls.values() if call is not None]
 
     @property
     def anchor(self) -> Call:
-        return self.present[0]
+        return self.path[0]
 
     @property
     def last(self) -> Call:
-        return self.present[-1]
+        return self.path[-1]
 
     @property
     def subject(self) -> str:
@@ -41,7 +52,7 @@ class Match:
     @property
     def in_order(self) -> tuple[fx.Node, ...]:
         """The nodes in chain order."""
-        return tuple(node for call in self.present for node in call.nodes)
+        return tuple(node for call in self.path for node in call.nodes)
 
     @property
     def nodes(self) -> set[fx.Node]:
@@ -62,50 +73,103 @@ class Match:
 
 @dataclass(frozen=True)
 class Miss:
-    """A candidate that is no match: the last step that was found, why the next one was not, and the nodes up to there."""
+    """A candidate that is no match: the last step that was found, why the next one was not, and the nodes up to there.
+
+    behind: the nodes of the steps that are there all the same, behind other ops.
+    """
 
     chain: Chain
     reached: str
     call: Call
     reason: str
     in_order: tuple[fx.Node, ...]
+    behind: frozenset[fx.Node] = frozenset()
 
 
 def find(view: GraphView, chain: Chain) -> Iterator[Match | Miss]:
-    """Every candidate of the chain, in graph order; an anchor that no step follows is not a candidate."""
-    for anchor in view.anchors(chain.steps[0].words):
-        if chain.dims is None or anchor.args.get("dims") in chain.dims:
-            found = _follow(view, chain, anchor)
-            if found is not None:
-                yield found
+    """Every candidate of the chain, in graph order: an anchor that a step follows which is not optional, or would but for a few ops between
+    the steps. Where what follows those belongs to a match, it is none."""
+    anchors = (anchor for anchor in view.anchors(chain.steps[0].words) if chain.dims is None or anchor.args.get("dims") in chain.dims)
+    found = [candidate for candidate in (_follow(view, chain, anchor) for anchor in anchors) if candidate is not None]
+    matched = {node for candidate in found if isinstance(candidate, Match) for node in candidate.in_order}
+    return (candidate for candidate in found if isinstance(candidate, Match) or matched.isdisjoint(candidate.behind))
 
 
 def _follow(view: GraphView, chain: Chain, anchor: Call) -> Match | Miss | None:
-    calls: dict[str, Call | None] = {chain.steps[0].name: anchor}
-    current, reached = anchor, chain.steps[0]
-    for step in chain.steps[1:]:
-        following = _next(view, current, step)
-        calls[step.name] = following
-        if following is not None:
-            current, reached = following, step
+    first, *steps = chain.steps
+    calls, path, missing = _walk(view, anchor.result, steps, anchor.args.get("dims"))
+    found = Match(chain, {first.name: anchor, **calls}, (anchor, *path))
+    if missing is None:
+        return found
+    reached = next(index for index, step in reversed(list(enumerate(chain.steps))) if found.calls.get(step.name) is not None)
+    behind: list[Call] | None = []
+    if all(step.optional for step in chain.steps[1 : reached + 1]):
+        behind = _near(view, found, found.last.result, chain.steps[reached + 1 :], NEAR)
+    if behind is None:
+        return None
+    nodes = frozenset(node for call in behind for node in call.nodes)
+    return Miss(chain, chain.steps[reached].name, found.present[-1], _stopped(view, found.present[-1], missing), found.in_order, nodes)
+
+
+def _walk(view: GraphView, value: fx.Node, steps: Sequence[Step], dims: int | None) -> tuple[dict[str, Call | None], list[Call], Step | None]:
+    """Follows a value through the steps: their calls, the path, and the step that is missing; None where there is none."""
+    calls: dict[str, Call | None] = {}
+    path: list[Call] = []
+    for step in steps:
+        way = _way(view, value, step, dims)
+        calls[step.name] = way[-1] if way else None
+        if way:
+            path += way
+            value = way[-1].result
         elif not step.optional:
-            if current is anchor:
-                return None
-            return Miss(chain, reached.name, current, _stopped(view, current, step), Match(chain, calls).in_order)
-    return Match(chain, calls)
+            return calls, path, step
+    return calls, path, None
 
 
-def _next(view: GraphView, current: Call, step: Step) -> Call | None:
-    for reader in view.readers[current.result]:
-        call = view.flows(current.result, reader)
-        if call is not None and call.word in step.words:
-            return call
-    return None
+def _way(view: GraphView, value: fx.Node, step: Step, dims: int | None) -> list[Call]:
+    """The step's call that reads the value, with the identities in front of it that the value passes; empty where there is none."""
+    written_out = (READERS[word](view, value, dims) for word in step.words if word in READERS)
+    spelled = (view.flows(value, reader) for reader in view.readers[value])
+    found = next((call for call in (*written_out, *spelled) if call is not None and call.word in step.words), None)
+    if found is not None:
+        return [found]
+    ways = ((passed, _way(view, passed.result, step, dims)) for passed in _identities(view, value))
+    return next(([passed, *behind] for passed, behind in ways if behind), [])
 
 
-def _stopped(view: GraphView, current: Call, step: Step) -> str:
-    followers = listed([describe(view, reader) for reader in view.readers[current.result]])
-    return f"{current.word} is followed by {followers}; the chain goes on with {' or '.join(step.words)}"
+def _identities(view: GraphView, value: fx.Node) -> Iterator[Call]:
+    """What hands the value on as it is, as calls."""
+    for reader in view.readers[value]:
+        if source_of(reader) is value and is_identity(reader):
+            yield Call(op_name(reader), reader, reader, {"self": value}, "self")
+
+
+def _near(view: GraphView, found: Match, value: fx.Node, steps: Sequence[Step], others: int) -> list[Call] | None:
+    """The calls of the steps behind a value, with at most so many other ops on the way; None where they do not all come."""
+    calls, path, missing = _walk(view, value, steps, found.anchor.args.get("dims"))
+    if missing is None:
+        return path
+    if others == 0:
+        return None
+    left = steps[max((index + 1 for index, step in enumerate(steps) if calls.get(step.name)), default=0) :]
+    anchors, value = found.chain.steps[0].words, path[-1].result if path else value
+    readers = [reader for reader in view.readers[value] if not (reader in view.calls and view.calls[reader].word in anchors)]
+    ways = (_near(view, found, reader, left, others - 1) for reader in readers[:MOST_FOLLOWED])
+    return next(([*path, *way] for way in ways if way is not None), None)
+
+
+def _stopped(view: GraphView, last: Call, step: Step) -> str:
+    value = last.result
+    while (passed := next(_identities(view, value), None)) is not None:
+        value = passed.result
+    followers = listed([_described(view, reader) for reader in view.readers[value]])
+    return f"{last.word} is followed by {followers}; the chain goes on with {' or '.join(step.words)}"
+
+
+def _described(view: GraphView, node: fx.Node) -> str:
+    """The node's name, with what it does if it is an identity elsewhere."""
+    does = why_not(node)
+    return f"{describe(view, node)} ({does})" if does else describe(view, node)
 
 
 def listed(names: list[str], shown: int = 3) -> str:
@@ -121,4 +185,7 @@ def describe(view: GraphView, node: fx.Node) -> str:
         return view.calls[node].word
     if node.op == "output":
         return "the graph's output"
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    if node.op == "call_module":
+        return f"{type(node.graph.owning_module.get_submodule(node.target)).__name__} {node.target}"
+    target = getattr(node.target, "overloadpacket", node.target)
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))

@@ -33,7 +33,7 @@ def refusal(view: GraphView, match: Match) -> Refusal | None:
 
 def unknown_values(view: GraphView, match: Match) -> Iterator[Refusal]:
     """Conditions need the shape and dtype of every value; subclasses (DTensor, quantised, sparse) are not what the kernels read."""
-    values = [(call.node, f"the result of {call.word}", call.value) for call in match.present]
+    values = [(call.node, f"the result of {call.word}", call.value) for call in match.path]
     anchor = match.anchor.node
     for call in match.present:
         if call.value is not None and not isinstance(call.value, torch.Tensor):
@@ -56,7 +56,7 @@ def unknown_values(view: GraphView, match: Match) -> Iterator[Refusal]:
 def outside_readers(view: GraphView, match: Match) -> Iterator[Refusal]:
     """A value inside the chain that something else reads would be gone."""
     inner = match.nodes
-    for call in match.present:
+    for call in match.path:
         for node in call.nodes:
             if node is match.last.result:
                 continue
@@ -69,7 +69,7 @@ def outside_readers(view: GraphView, match: Match) -> Iterator[Refusal]:
 def inner_operands(view: GraphView, match: Match) -> Iterator[Refusal]:
     """The chain's own value may enter a step once, by the argument it flows in by (`y + y` reads it twice)."""
     inner = match.nodes
-    for _, call in pairwise(match.present):
+    for _, call in pairwise(match.path):
         for name, argument in call.args.items():
             if isinstance(argument, fx.Node) and argument in inner and name != call.by:
                 yield call.node, f"{call.word} takes the chain's own value as its {name} too"
@@ -79,7 +79,7 @@ def foreign_writes(view: GraphView, match: Match) -> Iterator[Refusal]:
     """An in-place step may write to the chain's own value, not to its other operand (`w += y`), of which that value may be a view too."""
     inner = match.nodes
     outside = {view.storage_of(argument): name_of(argument) for argument in match.inputs}
-    for call in match.present:
+    for call in match.path:
         for target in written(call.node):
             # A module's own buffers are its business; only what the chain reads matters, and writes_between sees to that.
             if isinstance(target, fx.Node) and target not in inner:

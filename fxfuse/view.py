@@ -18,6 +18,7 @@ from torch import fx
 
 from . import torch_private, words
 from .guarded import Guarded, PassError
+from .identities import is_identity
 from .states import changes_state, transform_step
 from .values import ModuleParameter, attribute_of, value_of
 from .vocabulary import Args, Spelling, Vocabulary, Word
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 class Call:
     """One op of the graph read as a word: `node` reads the arguments, `result` is the node whose value the word produces.
 
-    The two differ only for ops that return a tuple (`native_layer_norm` and its getitem). Arguments are reached as attributes by the
+    The two differ for ops that return a tuple (`native_layer_norm` and its getitem) and for words that are written out in several ops, between
+    which are the `others`. Arguments are reached as attributes by the
     word's argument names (one that is called like an attribute here, as `value`, in `args`); tensors among them are nodes (or
     `ModuleParameter`s). `by` is the argument by which the chain flows in; of a
     chain's first call, the first by which it could.
@@ -43,6 +45,7 @@ class Call:
     result: fx.Node
     args: Mapping[str, Any]
     by: str = ""
+    others: tuple[fx.Node, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in self.args:
@@ -51,7 +54,8 @@ class Call:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        return (self.node,) if self.node is self.result else (self.node, self.result)
+        """In graph order."""
+        return tuple(dict.fromkeys((self.node, *self.others, self.result)))
 
     @property
     def value(self) -> torch.Tensor:
@@ -151,7 +155,7 @@ class GraphView:
             self.calls[node] = Call(word.name, node, _result(node, spelling), fx.map_arg(args, _constant_or_node), _flows_in(word, args))
         if reshapes(node) and isinstance(node.args[0], fx.Node):
             self.reshaped[node.args[0]] = node
-        for target in written(node):
+        for target in () if is_identity(node) else written(node):
             self._writes[self.storage_of(target)].append(self.order[node])
             if spelled is not None and node.args and node.args[0] is target:
                 self._object[node] = self._object.get(target, target)

@@ -79,7 +79,7 @@ def _module_writes(node: fx.Node) -> list[fx.Node | ModuleParameter]:
 
 def _function_writes(node: fx.Node) -> Iterator[Any]:
     target = node.target
-    if not _is_known(target):
+    if not is_known(target):
         yield node.all_input_nodes
     if target in IN_PLACE_OPERATORS or _in_place_name(_name(target)):
         yield node.args[:1] or node.kwargs.get("input")
@@ -92,7 +92,7 @@ def _function_writes(node: fx.Node) -> Iterator[Any]:
         yield node.args[1:2] or node.kwargs.get("weight")
 
 
-def _is_known(target: Any) -> bool:
+def is_known(target: Any) -> bool:
     """Whether the rules here cover a function: torch's and Python's own are, a user's (`torch.fx.wrap`, `allow_in_graph`) and NumPy's are not."""
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or inspect.isbuiltin(target):
         return True

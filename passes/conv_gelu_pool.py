@@ -39,6 +39,8 @@ def requires(conv: Call, gelu: Call, pool: Call) -> Iterator[Condition]:
         literal = all(isinstance(d, int) for d in dim)
         yield literal and {d % rank for d in dim} == spatial, f"the mean is over dims {_text(dim)}, not over exactly the spatial dims {sorted(spatial)}"
         yield isinstance(pool.keepdim, bool), f"the mean's keepdim={pool.keepdim} is not a bool"
+        in_half = torch.float16 in pool.args.get("summed", ())
+        yield not in_half, "the mean is a sum in torch.float16, which may overflow, and a quotient; use mean, or sum with dtype=torch.float32"
     else:
         yield pool.dims == conv.dims, f"the pool is over {pool.dims} dims, the convolution over {conv.dims}"
         given = [size for size in pool.output_size if size is not None]
@@ -89,11 +91,11 @@ def tail_replace(emit: Emitter, conv: Call, gelu: Call, pool: Call) -> fx.Node:
 
 def _with_dims(emit: Emitter, conv: Call, pool: Call, pooled: Callable[[bool], fx.Node]) -> fx.Node:
     """The pooled result with the dimensions that the pool keeps. A mean's result is contiguous whatever came in, unlike an adaptive pool's:
-    the op drops its dimensions, and those it keeps are added behind."""
+    the op drops its dimensions, and those it keeps (not all of them, where some were merged first) are added behind."""
     if pool.word != "mean":
         return pooled(True)
     result = pooled(False)
-    for _ in range(conv.dims if pool.keepdim else 0):
+    for _ in range(pool.value.dim() - (conv.value.dim() - conv.dims)):
         result = emit(torch.unsqueeze, result, -1)
     return result
 

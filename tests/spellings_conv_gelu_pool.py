@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -89,9 +90,39 @@ def custom_op_that_writes_nothing_between(x, w, b):
     return tail(y), norm
 
 
-def tanh_gelu_by_hand(x, w, b):
+GELUS_BY_HAND = {
+    "erf": lambda y: 0.5 * y * (1 + torch.erf(y / math.sqrt(2.0))),
+    "erf, another order": lambda y: y * (torch.erf(y * 0.70710678) + 1.0) / 2,
+    "erfc": lambda y: y * 0.5 * torch.special.erfc(-y * math.sqrt(0.5)),
+    "the normal distribution": lambda y: y * torch.special.ndtr(y),
+    "tanh": lambda y: 0.5 * y * (1 + torch.tanh(0.7978845608 * (y + 0.044715 * y**3))),
+    "tanh, factored out": lambda y: 0.5 * y * (1.0 + torch.tanh(y * 0.7978845608 * (1.0 + 0.044715 * y * y))),
+    "tanh, torch.pow": lambda y: y.mul(0.5).mul(torch.add(torch.tanh(math.sqrt(2 / math.pi) * (y + torch.pow(y, 3.0).mul(0.044715))), 1)),
+}
+# Each is gelu but for one constant, one power or one sign.
+NO_GELUS = {
+    "erf(y)": lambda y: 0.5 * y * (1 + torch.erf(y)),
+    "erf(y / 1.414)": lambda y: 0.5 * y * (1 + torch.erf(y / 1.414)),
+    "y instead of y / 2": lambda y: y * (1 + torch.erf(y / math.sqrt(2.0))),
+    "1 - erf": lambda y: 0.5 * y * (1 - torch.erf(y / math.sqrt(2.0))),
+    "0.0447": lambda y: 0.5 * y * (1 + torch.tanh(0.7978845608 * (y + 0.0447 * y**3))),
+    "y squared": lambda y: 0.5 * y * (1 + torch.tanh(0.7978845608 * (y + 0.044715 * y**2))),
+    "tanh of erf's argument": lambda y: 0.5 * y * (1 + torch.tanh(y / math.sqrt(2.0))),
+    "sigmoid(1.702 y)": lambda y: y * torch.sigmoid(1.702 * y),
+}
+
+
+def gelu_by_hand_written_between(x, w, b):
     y = conv2(x, w, b)
-    return pool2(0.5 * y * (1 + torch.tanh(0.7978845608 * (y + 0.044715 * y**3))), 1)
+    half = y * 0.5
+    y.add_(1)
+    return pool2(half * (1 + torch.erf(y / math.sqrt(2.0))), 1)
+
+
+def gelu_by_hand_also_used(x, w, b):
+    y = conv2(x, w, b)
+    inner = torch.erf(y / math.sqrt(2.0))
+    return pool2(0.5 * y * (1 + inner), 1), inner
 
 
 def autocast_ends_between(x, w, b):
@@ -124,6 +155,18 @@ def branch(x, w, b):
 
 def checkpoint_between(x, w, b):
     return pool2(checkpoint(torch.relu, gelu(conv2(x, w, b)), use_reentrant=False), 1)
+
+
+class AllIdentities(nn.Module):
+    """The chain with modules between its steps that do nothing in eval."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        steps = (nn.Conv2d(4, 8, 3), nn.Identity(), nn.Dropout(0.1), nn.GELU(), nn.Dropout2d(0.3, inplace=True), nn.AvgPool2d(6))
+        self.steps = nn.Sequential(*steps).eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.steps(x)
 
 
 def two_tensor() -> TwoTensor:
@@ -192,6 +235,47 @@ ROWS = [
         x=zeros(2, 4, 8, 8, dtype=torch.bfloat16),
         w=zeros(8, 4, 3, 3, dtype=torch.bfloat16),
     ),
+    *[row(f"gelu by hand, {name}", lambda x, w, f=f: pool2(f(conv2(x, w)), 1), f=lambda f=f: f) for name, f in GELUS_BY_HAND.items()],
+    row("flatten(2).mean(-1)", lambda x, w: gelu(conv2(x, w)).flatten(2).mean(-1)),
+    row("flatten(2).mean(-1, keepdim=True)", lambda x, w: gelu(conv2(x, w)).flatten(2).mean(-1, keepdim=True)),
+    row("view(n, c, -1).mean(2)", lambda x, w: gelu(conv2(x, w)).view(2, 8, -1).mean(2)),
+    row("mean(-1).mean(-1)", lambda x, w: gelu(conv2(x, w)).mean(-1).mean(-1)),
+    row("mean(-1, True).mean(-2, True)", lambda x, w: gelu(conv2(x, w)).mean(-1, True).mean(-2, True)),
+    row("mean(-1).mean(-1), unbatched", lambda u, w: gelu(conv2(u, w)).mean(-1).mean(-1)),
+    row("mean in three steps", lambda x3, w3: gelu(conv3(x3, w3)).mean(-1).flatten(2).mean(-1)),
+    row("avg_pool1d of the whole length", lambda x1, w1: F.avg_pool1d(gelu(conv1(x1, w1)), 6)),
+    row("avg_pool2d of the whole plane", lambda x, w: F.avg_pool2d(gelu(conv2(x, w)), 6)),
+    row("avg_pool2d of y.shape[2:]", lambda x, w: (lambda y: F.avg_pool2d(y, y.shape[2:], stride=1))(gelu(conv2(x, w)))),
+    row("avg_pool3d of the whole volume", lambda x3, w3: F.avg_pool3d(gelu(conv3(x3, w3)), (6, 6, 6)).flatten(1)),
+    row("flatten(2), adaptive_avg_pool1d", lambda x, w: pool1(gelu(conv2(x, w)).flatten(2), 1)),
+    row("sum((2, 3)) / 36", lambda x, w: gelu(conv2(x, w)).sum((2, 3)) / 36),
+    row("sum / (h * w)", lambda x, w: (lambda y: y.sum(-1).sum(-1) / (y.shape[-1] * y.shape[-2]))(gelu(conv2(x, w)))),
+    row("sum((2, 3)) * (1 / 36)", lambda x, w: gelu(conv2(x, w)).sum(dim=(2, 3)) * (1 / 36)),
+    row(
+        "bfloat16, sum / n",
+        lambda x, w: gelu(conv2(x, w)).sum((2, 3)) / 36,
+        x=zeros(2, 4, 8, 8, dtype=torch.bfloat16),
+        w=zeros(8, 4, 3, 3, dtype=torch.bfloat16),
+    ),
+    *[
+        row(f"{name} between", lambda x, w, f=f: pool2(f(gelu(f(conv2(x, w)))), 1), f=lambda f=f: f)
+        for name, f in {
+            "dropout in eval": lambda y: F.dropout(y, 0.5, training=False),
+            "dropout in eval, in place": lambda y: F.dropout(y, 0.5, False, True),
+            "dropout2d of p=0": lambda y: F.dropout2d(y, 0.0, True),
+            "alpha_dropout in eval": lambda y: F.alpha_dropout(y, 0.5),
+            "contiguous": lambda y: y.contiguous(),
+            "clone": lambda y: y.clone(),
+            "to": lambda y: y.to(torch.float32),
+            "float": lambda y: y.float(),
+            "view of its own shape": lambda y: y.view(y.shape),
+            "index of everything": lambda y: y[:, :],
+            "three of them": lambda y: F.dropout(y.clone(), 0.1, False).contiguous(),
+        }.items()
+    ],
+    row("modules that do nothing", AllIdentities),
+    row("modules that do nothing, symbolic_trace", AllIdentities, capture=traced_graph),
+    row("modules that do nothing, export", AllIdentities, capture=exported_graph),
     row("no_grad inside the model", no_grad_inside, w=trainable(8, 4, 3, 3), around=torch.enable_grad),
     row("inference_mode", lambda x, w: tail(conv2(x, w)), w=trainable(8, 4, 3, 3), around=torch.inference_mode),
     row("another tensor written between", other_tensor_written_between),
@@ -206,16 +290,9 @@ ROWS = [
     row("export, transposed, output size (None, 1)", partial(ConvGeluPool, 2, True, (None, 1)), capture=exported_graph),
     *[
         row(f"export, decomposed, {d}-d", partial(ConvGeluPool, d), x=(2, 4, *[8] * d), capture=partial(exported_graph, decompose=True))
-        for d in (2, 3)
+        for d in (1, 2, 3)
     ],
 
-    row(
-        "export, decomposed, 1-d",
-        partial(ConvGeluPool, 1),
-        "gelu is followed by unsqueeze",
-        x=(2, 4, 8),
-        capture=partial(exported_graph, decompose=True),
-    ),
     *[
         row(f"mean over {d}", lambda x, w, d=d: gelu(conv2(x, w)).mean(d), "not over exactly the spatial dims [2, 3]", d=lambda d=d: d)
         for d in (-1, (1, 2), (1, 2, 3), (0, 2, 3), None)
@@ -224,10 +301,39 @@ ROWS = [
     row("conv1d, adaptive_avg_pool2d", lambda x1, w1: pool2(gelu(conv1(x1, w1)), 1), "the pool is over 2 dims, the convolution over 1"),
     row("conv2d, adaptive_avg_pool1d", lambda u, w: pool1(gelu(conv2(u, w)), 1), "the pool is over 1 dims, the convolution over 2"),
     row("adaptive_max_pool2d", lambda x, w: F.adaptive_max_pool2d(gelu(conv2(x, w)), 1), "gelu is followed by"),
-    row("avg_pool2d", lambda x, w: F.avg_pool2d(gelu(conv2(x, w)), 6), "gelu is followed by avg_pool2d"),
+    row("avg_pool2d of a part", lambda x, w: F.avg_pool2d(gelu(conv2(x, w)), 5), "gelu is followed by avg_pool2d"),
+    row("avg_pool2d, padded", lambda x, w: F.avg_pool2d(gelu(conv2(x, w)), 6, 6, 1), "gelu is followed by avg_pool2d"),
+    row("avg_pool2d, divided by another number", lambda x, w: F.avg_pool2d(gelu(conv2(x, w)), 6, divisor_override=9), "gelu is followed by avg_pool2d"),
+    row("sum over space", lambda x, w: gelu(conv2(x, w)).sum((2, 3)), "gelu is followed by sum"),
+    row("sum / 35", lambda x, w: gelu(conv2(x, w)).sum((2, 3)) / 35, "gelu is followed by sum"),
+    row("sum / n, rounded down", lambda x, w: torch.div(gelu(conv2(x, w)).sum((2, 3)), 36, rounding_mode="floor"), "gelu is followed by sum"),
+    row("channels merged too", lambda x, w: gelu(conv2(x, w)).flatten(1).mean(-1), "gelu is followed by flatten"),
+    row("batch and channels merged", lambda x, w: gelu(conv2(x, w)).view(16, -1).mean(-1), "gelu is followed by view"),
+    row("rows regrouped", lambda x, w: gelu(conv2(x, w)).view(2, 8, 4, 9).mean(-1), "gelu is followed by view"),
+    row(
+        "float16, sum / n",
+        lambda x, w: gelu(conv2(x, w)).sum((2, 3)) / 36,
+        "the mean is a sum in torch.float16, which may overflow",
+        x=zeros(2, 4, 8, 8, dtype=torch.float16),
+        w=zeros(8, 4, 3, 3, dtype=torch.float16),
+    ),
     row("relu between", lambda x, w: pool2(gelu(conv2(x, w)).relu(), 1), "gelu is followed by relu"),
     row("custom function between", lambda x, w: pool2(custom(gelu(conv2(x, w))), 1), "gelu is followed by custom"),
-    row("dropout between", lambda x, w: pool2(F.dropout(gelu(conv2(x, w))), 1), "gelu is followed by dropout"),
+    row("dropout in training", lambda x, w: pool2(F.dropout(gelu(conv2(x, w))), 1), "gelu is followed by dropout (p=0.5, in training)"),
+    row("dropout in training, behind the conv", lambda x, w: tail(F.dropout(conv2(x, w), 0.1)), "conv is followed by dropout (p=0.1, in training)"),
+    row(
+        "contiguous that copies",
+        lambda x, w: tail(conv2(x, w).contiguous(memory_format=torch.channels_last)),
+        "conv is followed by contiguous (from strides [288, 36, 6, 1] to [288, 1, 48, 8]); the chain goes on with gelu",
+    ),
+    row("another dtype", lambda x, w: tail(conv2(x, w).to(torch.bfloat16)), "followed by to (from torch.float32 to torch.bfloat16)"),
+    row("detach between", lambda x, w: tail(conv2(x, w).detach()), "conv is followed by detach"),
+    row("clone that is also used", lambda x, w: (lambda z: (tail(z), z + 1))(conv2(x, w).clone()), "the result of clone is also used by add"),
+    row("batch_norm between", lambda x, w, b: tail(F.batch_norm(conv2(x, w), b, b + 1)), "conv is followed by batch_norm; the chain goes on with gelu"),
+    row("two ops between", lambda x, w: tail(conv2(x, w).relu() * 2), "conv is followed by relu; the chain goes on with gelu"),
+    row("two ops, one behind the gelu", lambda x, w: pool2(gelu(conv2(x, w).relu()).sin(), 1), "conv is followed by relu"),
+    row("three ops between", lambda x, w: tail(conv2(x, w).relu().sin() * 2), NO_CANDIDATE),
+    row("batch_norm and no pool", lambda x, w, b: gelu(F.batch_norm(conv2(x, w), b, b + 1)), NO_CANDIDATE),
     row("checkpoint between", checkpoint_between, "gelu is followed by"),
     row(
         "gelu returned",
@@ -235,7 +341,9 @@ ROWS = [
         "gelu is followed by the graph's output; the chain goes on with adaptive_avg_pool or mean",
     ),
     row("conv also used", conv_also_used, "the result of conv is also used by relu"),
-    row("gelu by hand", tanh_gelu_by_hand, NO_CANDIDATE),
+    *[row(f"no gelu: {name}", lambda x, w, f=f: pool2(f(conv2(x, w)), 1), NO_CANDIDATE, f=lambda f=f: f) for name, f in NO_GELUS.items()],
+    row("gelu by hand, written between", gelu_by_hand_written_between, NO_CANDIDATE),
+    row("gelu by hand, also used", gelu_by_hand_also_used, "the result of gelu is also used by the graph's output"),
     row("relu instead", lambda x, w: pool2(conv2(x, w).relu(), 1), NO_CANDIDATE),
     row("conv written through a view", conv_written_through_a_view, "the result of conv is also used by view"),
     row("gelu written through an index", gelu_written_through_an_index, "the result of gelu is also used by getitem"),

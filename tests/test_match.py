@@ -49,8 +49,49 @@ def test_a_miss_says_how_far_it_got_and_what_stood_there() -> None:
     (miss,) = found(lambda x, w: F.gelu(torch.conv2d(x, w) + 1).sum())
     assert (miss.reached, miss.call.word) == ("gelu", "gelu")
     assert miss.reason == "gelu is followed by sum; the chain goes on with adaptive_avg_pool or mean"
-    (miss,) = found(lambda x, w: torch.conv2d(x, w) + 1)
-    assert miss.reason == "add is followed by the graph's output; the chain goes on with gelu"
+    (miss,) = found(lambda x, w: F.gelu((torch.conv2d(x, w) + 1).relu()).mean((2, 3)))
+    assert (miss.reached, miss.reason) == ("add", "add is followed by relu; the chain goes on with gelu")
+
+
+def test_an_optional_step_alone_makes_no_candidate() -> None:
+    assert found(lambda x, w: torch.conv2d(x, w) + 1) == []
+    assert found(lambda x, w: (torch.conv2d(x, w) + 1).relu()) == []
+
+
+def test_a_chain_with_two_other_ops_in_it_is_a_near_miss_and_one_with_three_is_none() -> None:
+    (miss,) = found(lambda x, w: F.gelu(torch.conv2d(x, w).relu().sin()).mean((2, 3)))
+    assert (miss.reached, miss.reason) == ("conv", "conv is followed by relu; the chain goes on with gelu")
+    (miss,) = found(lambda x, w: F.gelu(torch.conv2d(x, w).relu()).sin().mean((2, 3)))
+    assert (miss.reached, miss.reason) == ("conv", "conv is followed by relu; the chain goes on with gelu")
+    assert found(lambda x, w: F.gelu(torch.conv2d(x, w).relu().sin().cos()).mean((2, 3))) == []
+    assert found(lambda x, w: F.gelu(torch.conv2d(x, w).relu())) == []
+
+
+def test_what_another_anchor_makes_is_not_near() -> None:
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.gelu(torch.conv2d(torch.conv2d(x, w).relu(), w.transpose(0, 1))).mean((2, 3))
+
+    (match,) = found(run)
+    assert isinstance(match, Match)
+
+
+def test_a_convolution_that_reaches_into_a_match_by_way_of_another_op_is_no_near_miss() -> None:
+    (match,) = found(lambda x, w: F.gelu(torch.conv2d(x, w) + torch.conv2d(x, w + 1).relu()).mean((2, 3)))
+    assert isinstance(match, Match)
+
+
+def test_identities_between_steps_are_part_of_the_path_and_no_step() -> None:
+    (match,) = found(lambda x, w: F.dropout(F.gelu(torch.conv2d(x, w).clone()), 0.5, False).contiguous().mean((2, 3)))
+    assert [call.word for call in match.path] == ["conv", "clone", "gelu", "dropout", "contiguous", "mean"]
+    assert [call.word for call in match.present] == ["conv", "gelu", "mean"]
+    assert match.nodes == {node for call in match.path for node in call.nodes}
+
+
+def test_the_sentence_names_what_stands_behind_identities_and_why_one_is_none() -> None:
+    (miss,) = found(lambda x, w: F.gelu(torch.conv2d(x, w)).clone().contiguous().relu().mean((2, 3)))
+    assert miss.reason == "gelu is followed by relu; the chain goes on with adaptive_avg_pool or mean"
+    (miss,) = found(lambda x, w: F.dropout(F.gelu(torch.conv2d(x, w)), 0.25).mean((2, 3)))
+    assert miss.reason == "gelu is followed by dropout (p=0.25, in training); the chain goes on with adaptive_avg_pool or mean"
 
 
 def test_a_long_list_of_followers_is_cut() -> None:
