@@ -73,7 +73,10 @@ def spatial_mean(view: GraphView, value: fx.Node, dims: int | None) -> Call | No
     # A single op is a word itself. What is left must be the other dimensions, and ones behind them.
     shape = (*tensor.shape[:first], *[1] * (result.dim() - first))
     steps = [op_name(node) for node in nodes if not is_identity(node)]
-    if len(steps) == 1 or not {"mean", "sum", *_POOLS}.intersection(steps) or not are_equal(shape, result.shape) or not result.is_contiguous():
+    if len(steps) == 1 or not {"mean", "sum", *_POOLS}.intersection(steps) or not are_equal(shape, result.shape):
+        return None
+    strides = [math.prod(shape[index + 1 :]) for index in range(len(shape))]
+    if not are_equal(strides, result.stride()):  # a mean's result is contiguous
         return None
     args = {"self": value, "dim": tuple(range(first, tensor.dim())), "keepdim": result.dim() > first, "dtype": None, "summed": reduction.summed}
     return Call("mean", nodes[0], nodes[-1], args, "self", tuple(nodes[1:-1]))
