@@ -96,7 +96,7 @@ def test_a_transposed_square_of_one_pixel_is_itself_and_one_of_equal_strides_too
 
 
 @pytest.mark.parametrize("capture", [traced_graph, exported_graph])
-@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.5), nn.Dropout3d(0.5), nn.AlphaDropout(0.5)], ids=lambda module: type(module).__name__)
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5)], ids=lambda module: type(module).__name__)
 def test_modules_in_eval_and_in_training(module: nn.Module, capture: Callable[..., fx.GraphModule]) -> None:
     for training in (False, True):
         model = nn.Sequential(nn.Conv2d(4, 4, 3), module, nn.ReLU()).train(training)
