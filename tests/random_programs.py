@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import linecache
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +39,27 @@ ADDS = (
     "operator.iadd({y}, {a})",
 )
 GELUS = (*["F.gelu({y})"] * 5, *["F.gelu({y}, approximate='tanh')"] * 4, "torch.ops.aten.gelu_.default({y})")
+GELUS_BY_HAND = (
+    "0.5 * {y} * (1 + torch.erf({y} / 2**0.5))",
+    "{y} * (torch.erf({y} * 0.70710678) + 1) / 2",
+    "0.5 * {y} * (1 + torch.tanh(0.7978845608 * ({y} + 0.044715 * {y}**3)))",
+    "0.5 * {y} * (1 + torch.erf({y} / 1.5))",
+    "{y} * torch.sigmoid(1.702 * {y})",
+)
+# What may stand between two steps: most of it changes nothing.
+BETWEEN = (
+    "F.dropout({y}, 0.5, False)",
+    "F.dropout({y}, 0.5, False, True)",
+    "{y}.contiguous()",
+    "{y}.contiguous(memory_format=torch.preserve_format)",
+    "{y}.clone()",
+    "{y}.to({y}.dtype)",
+    "{y}.float()",
+    "{y}.view({y}.shape)",
+    "{y}[...]",
+    "{y}.transpose(-1, -2)",
+    "{y}.flip(-1)",
+)
 AVERAGES = (
     "F.avg_pool3d({y}, 2)",
     "F.avg_pool3d({y}, (1, 2, 2), stride=(1, 1, 2))",
@@ -54,6 +76,14 @@ GLOBAL_POOLS = (
     "{y}.mean(dim={spatial}, keepdim=True)",
     "torch.mean({y}, {spatial})",
     "{y}.mean(-1)",
+    "{y}.mean(-1).mean(-1)",
+    "{y}.flatten(-{n}).mean(-1)",
+    "{y}.flatten(-{n}).mean(-1, keepdim=True)",
+    "{y}.flatten(1).mean(-1)",
+    "F.avg_pool{n}d({y}, {y}.shape[-{n}:])",
+    "F.adaptive_avg_pool1d({y}.flatten(-{n}), 1)",
+    "{y}.sum({spatial}) / {size}",
+    "{y}.sum({spatial}) / 7",
 )
 READS = (
     "{v} * 2",
@@ -231,6 +261,15 @@ def norm(sketch: Sketch, y: str) -> str:
     return f"F.layer_norm({y}, {shape}, {weight}, {bias}, eps={sketch.pick((1e-5, 1e-2, 1))})"
 
 
+def passed(sketch: Sketch, y: str) -> str:
+    """The value, now and then behind an op that mostly hands it on as it is."""
+    return (sketch.often(15) and sketch.line(sketch.pick(BETWEEN).format(y=y))) or y
+
+
+def gelu(sketch: Sketch, y: str) -> str | None:
+    return sketch.line(sketch.pick(GELUS_BY_HAND if sketch.often(15) else GELUS).format(y=y))
+
+
 def norm_chain(sketch: Sketch) -> Iterator[str | None]:
     """conv_norm_pool_gelu step by step; the last yield is its result."""
     y = conv(sketch, 3)
@@ -238,11 +277,12 @@ def norm_chain(sketch: Sketch) -> Iterator[str | None]:
     if sketch.often(70):
         y = sketch.line(sketch.pick(ADDS).format(y=y, a=addend(sketch, y)))
         yield y
-    y = sketch.line(norm(sketch, y))
+    y = sketch.line(norm(sketch, passed(sketch, y)))
     yield y
+    y = passed(sketch, y)
     y = sketch.line(sketch.pick(AVERAGES).format(y=y)) or sketch.line(f"F.avg_pool3d({y}, 1)")
     yield y
-    yield sketch.line(sketch.pick(GELUS).format(y=y))
+    yield gelu(sketch, passed(sketch, y))
 
 
 def pool_chain(sketch: Sketch) -> Iterator[str | None]:
@@ -250,9 +290,11 @@ def pool_chain(sketch: Sketch) -> Iterator[str | None]:
     dims = sketch.pick((1, 2, 3))
     y = conv(sketch, dims)
     yield y
-    y = sketch.line(sketch.pick(GELUS).format(y=y))
+    y = gelu(sketch, passed(sketch, y))
     yield y
-    yield sketch.line(sketch.pick(GLOBAL_POOLS).format(y=y, n=dims, spatial=tuple(range(-dims, 0))))
+    y = passed(sketch, y)
+    size = math.prod(sketch.value(y).shape[-dims:])
+    yield sketch.line(sketch.pick(GLOBAL_POOLS).format(y=y, n=dims, spatial=tuple(range(-dims, 0)), size=size))
 
 
 @st.composite
