@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .recipe import KINDS, PACKAGE, Recipe, beside, digest, gpu_architectures, hash_files, library_name, ninja_file, recipe, record_path, source_hash
+from .recipe import KINDS, PACKAGE, Recipe, beside, build_files, digest, gpu_architectures, hash_files, library_name, recipe, record_path, source_hash
 from .toolchain import BuildError, cache_dir, find_ninja, unwritable
 
 _LOCK_TIMEOUT_S = 3600
@@ -104,8 +104,8 @@ def _build(made: Recipe, final: Path, env: Mapping[str, str], say: Callable[[str
 
 def _compile(made: Recipe, work: Path, env: Mapping[str, str]) -> str:
     """Runs ninja in `work` and returns what the compilers said. $MAX_JOBS bounds the compilers that run at a time."""
-    (work / "stub.cpp").touch()
-    (work / "build.ninja").write_text(ninja_file(made))
+    for name, text in build_files(made).items():
+        (work / name).write_text(text, encoding="utf-8")
     jobs = ["-j", env["MAX_JOBS"]] if env.get("MAX_JOBS") else []
     done = subprocess.run(
         [find_ninja(env), *jobs],
