@@ -91,9 +91,14 @@ def recipe(
         return Recipe(kind, csrc, levels, torch, cxx)
     chosen = tuple(architectures) or gpu_architectures() or AHEAD_ARCHITECTURES
     for name in chosen:
-        if not _ARCHITECTURE.fullmatch(name):
+        if not is_architecture(name):
             raise BuildError(f"{name!r} is no CUDA architecture", "give names such as sm_90a (machine code) or compute_80 (PTX)")
     return Recipe(kind, csrc, chosen, torch, cxx, find_nvcc(env, torch.cuda))
+
+
+def is_architecture(name: str) -> bool:
+    """Whether a name is one of CUDA's for machine code or PTX, such as sm_90a or compute_80."""
+    return _ARCHITECTURE.fullmatch(name) is not None
 
 
 def gpu_architectures() -> tuple[str, ...]:
@@ -141,7 +146,7 @@ def source_hash(kind: str, csrc: Path) -> str:
 def hash_files(root: Path, wanted: Callable[[Path], bool]) -> str:
     """Hash of the names and contents of the wanted files under a folder."""
     files = sorted(path for path in root.rglob("*") if wanted(path) and path.is_file())
-    return digest(*(f"{path.relative_to(root).as_posix()} {digest(path.read_text())}" for path in files))
+    return digest(*(f"{path.relative_to(root).as_posix()} {digest(path.read_text(encoding='utf-8'))}" for path in files))
 
 
 def digest(*parts: str) -> str:
