@@ -1,9 +1,10 @@
-// fxfuse::conv_gelu_pool on a CPU: the dispatcher's convolution, then gelu_pool, which adds the bias. What the fused kernel is for,
+// fxfuse::conv_gelu_pool on a CPU: torch's convolution, then gelu_pool, which adds the bias. What the fused kernel is for,
 // not moving the convolution's output through memory, matters on a GPU; here this makes the op whole on every device.
 
 #include "conv_gelu_pool.h"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include "common/call.h"
+#include "cpu_ops.h"
 
 namespace fxfuse {
 namespace {
@@ -12,18 +13,8 @@ using Sizes = std::vector<int64_t>;
 
 Tensor convolution(const Tensor& input, const Tensor& weight, const Sizes& stride, const Sizes& padding, const Sizes& dilation) {
   using torch::stable::detail::from;
-  std::array<StableIValue, 9> stack{from(input), from(weight), from(std::optional<Tensor>()), from(stride), from(padding), from(dilation),
-                                    from(false), from(Sizes(stride.size(), 0)), from(int64_t{1})};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::convolution", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-Tensor gelu_pool(const Tensor& input, const std::optional<Tensor>& bias, const Sizes& output_size, bool keepdim,
-                 const std::string& approximate, std::optional<ScalarType> out_dtype) {
-  using torch::stable::detail::from;
-  std::array<StableIValue, 6> stack{from(input), from(bias), from(output_size), from(keepdim), from(approximate), from(out_dtype)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("fxfuse::gelu_pool", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return call<9>("aten::convolution", {from(input), from(weight), from(std::optional<Tensor>()), from(stride), from(padding),
+                                       from(dilation), from(false), from(Sizes(stride.size(), 0)), from(int64_t{1})});
 }
 
 // One value for all dimensions as one for each.

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <optional>
-#include <sstream>
 #include <string>
 
+#include "common/text.h"
 #include "conv_gelu_pool_plan.cuh"
 
 namespace fxfuse::conv_gelu_pool {
@@ -64,13 +64,10 @@ struct HopperTiling {
   __host__ __device__ int lead() const { return (halo + rows - 1) / rows; }  // steps that a strip loads ahead of its first
 
   std::string describe() const {
-    std::ostringstream text;
-    text << "hopper(step=" << tile[0] << "x" << rows << "x" << tile[1] << ", box=" << box[0] << "x" << rows << "+" << halo << "x" << box[1]
-         << ", slots=" << slots << ", phases=" << phases << ", pairs=" << has_pairs
-         << ", runs=" << lines << "x" << line_runs << ", blocks=" << blocks
-         << ", chunks=" << chunks << ", k_steps=" << k_steps << ", spare_chunk=" << has_spare_chunk << ", shared=" << shared_bytes
-         << ", blocks_per_sm=" << blocks_per_sm << ")";
-    return text.str();
+    return text_from("hopper(step=", tile[0], "x", rows, "x", tile[1], ", box=", box[0], "x", rows, "+", halo, "x", box[1], ", slots=",
+                     slots, ", phases=", phases, ", pairs=", has_pairs, ", runs=", lines, "x", line_runs, ", blocks=", blocks, ", chunks=",
+                     chunks, ", k_steps=", k_steps, ", spare_chunk=", has_spare_chunk, ", shared=", shared_bytes, ", blocks_per_sm=",
+                     blocks_per_sm, ")");
   }
 };
 

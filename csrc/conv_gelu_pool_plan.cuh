@@ -5,10 +5,10 @@
 #include <array>
 #include <numeric>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <vector>
 
+#include "common/text.h"
 #include "conv_gelu_pool_problem.cuh"
 
 namespace fxfuse::conv_gelu_pool {
@@ -46,11 +46,9 @@ struct Tiling {
 
   std::string describe() const {
     const auto triple = [](const int(&x)[3]) { return std::to_string(x[0]) + "x" + std::to_string(x[1]) + "x" + std::to_string(x[2]); };
-    std::ostringstream text;
-    text << "portable(rows=" << rows() << ", tile=" << triple(tile) << ", steps=" << steps << " along " << "dhw"[axis] << ", box="
-         << triple(box) << ", taps=" << triple(taps) << ", chunks=" << chunks << ", stages=" << stages() << ", k_steps=" << k_steps
-         << ", shared=" << shared_bytes << ")";
-    return text.str();
+    return text_from("portable(rows=", rows(), ", tile=", triple(tile), ", steps=", steps, " along ", "dhw"[axis], ", box=", triple(box),
+                     ", taps=", triple(taps), ", chunks=", chunks, ", stages=", stages(), ", k_steps=", k_steps, ", shared=", shared_bytes,
+                     ")");
   }
 };
 

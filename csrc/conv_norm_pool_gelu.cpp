@@ -1,23 +1,17 @@
-// fxfuse::conv_norm_pool_gelu on a CPU: the dispatcher's convolution, then the tail op norm_pool_gelu. Here the convolution's output does
+// fxfuse::conv_norm_pool_gelu on a CPU: torch's convolution, then the tail op norm_pool_gelu. Here the convolution's output does
 // reach memory: it is the convolution that takes the time, and the graph, its export and its tests stay the same on every device.
-//
-// Both are called by name through the dispatcher, as a Python caller would, so that this file needs neither's code.
 
 #include <string>
 #include <vector>
 
 #include "common/args.h"
+#include "common/call.h"
+#include "cpu_ops.h"
 
 namespace fxfuse {
 namespace {
 
 using torch::stable::detail::from;
-
-template <size_t kArgs>
-Tensor call(const char* op, std::array<StableIValue, kArgs> stack) {
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
 
 Tensor conv_norm_pool_gelu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                            const std::optional<Tensor>& addend, const std::optional<Tensor>& norm_weight,
@@ -36,10 +30,8 @@ Tensor conv_norm_pool_gelu(const Tensor& input, const Tensor& weight, const std:
   const Tensor batch = batched ? input : torch::stable::unsqueeze(input, 0);
   const Tensor output = call<9>("aten::convolution", {from(batch), from(weight), from(std::nullopt), from(stride), from(padding),
                                                       from(dilation), from(transposed), from(output_padding), from(kGroups)});
-  return call<17>("fxfuse::norm_pool_gelu",
-                  {from(batched ? output : torch::stable::squeeze(output, 0)), from(bias), from(addend), from(norm_weight), from(norm_bias),
-                   from(addend_scale), from(addend_value), from(kNormNdim), from(eps), from(pool_size), from(pool_size), from(no_padding),
-                   from(false), from(true), from(std::optional<int64_t>()), from(approximate), from(out_dtype)});
+  return norm_pool_gelu(batched ? output : torch::stable::squeeze(output, 0), bias, addend, norm_weight, norm_bias, addend_scale,
+                        addend_value, kNormNdim, eps, pool_size, pool_size, no_padding, false, true, std::nullopt, approximate, out_dtype);
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 // conv_norm_pool_gelu on Hopper: what the wgmma kernel takes, and how it lays out shared memory. Pure functions; plans print themselves.
 #pragma once
 
-#include <sstream>
 #include <string>
 
+#include "common/text.h"
 #include "conv_norm_pool_gelu_operand.cuh"
 #include "conv_norm_pool_gelu_problem.cuh"
 
@@ -49,10 +49,8 @@ struct HopperPlan {
   int shared_bytes;
 
   std::string describe() const {
-    std::ostringstream text;
-    text << "hopper(rows=" << rows << ", columns=" << columns << ", blocks=" << blocks << ", stages=" << stages
-         << ", shared_bytes=" << shared_bytes << ")";
-    return text.str();
+    return text_from("hopper(rows=", rows, ", columns=", columns, ", blocks=", blocks, ", stages=", stages, ", shared_bytes=", shared_bytes,
+                     ")");
   }
 };
 

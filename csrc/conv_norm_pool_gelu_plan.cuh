@@ -3,9 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <sstream>
 #include <string>
 
+#include "common/text.h"
 #include "conv_norm_pool_gelu_operand.cuh"
 #include "conv_norm_pool_gelu_problem.cuh"
 
@@ -50,12 +50,9 @@ struct PortablePlan {
   int line_bytes(int w_step) const { return w_step * line_slots * kRecordBytes; }
 
   std::string describe() const {
-    std::ostringstream text;
-    text << "portable(phases=" << phases << ", columns=" << columns << ", channel_tiles=" << channel_tiles
-         << ", channel_warps=" << channel_warps << ", row_warps=" << row_warps << ", resident=" << resident
-         << ", stage_chunks=" << stage_chunks << ", page_chunks=" << page_chunks << ", page_rows=" << page_rows << ", pages=" << pages
-         << ", blocks=" << blocks << ", shared_bytes=" << shared_bytes << ")";
-    return text.str();
+    return text_from("portable(phases=", phases, ", columns=", columns, ", channel_tiles=", channel_tiles, ", channel_warps=",
+                     channel_warps, ", row_warps=", row_warps, ", resident=", resident, ", stage_chunks=", stage_chunks, ", page_chunks=",
+                     page_chunks, ", page_rows=", page_rows, ", pages=", pages, ", blocks=", blocks, ", shared_bytes=", shared_bytes, ")");
   }
 };
 
@@ -114,10 +111,8 @@ inline std::string refusal(const Problem& p, int max_shared_bytes) {
   plan_warp(p, plan);
   plan_line(p, plan);
   if (plan_pages(p, plan, max_shared_bytes - kSystemSharedBytes)) return {};
-  std::ostringstream text;
-  text << "a row of windows of a convolution output " << p.w.output << " wide needs " << plan.page_rows
-       << " rows of input in shared memory, more than the " << max_shared_bytes << " bytes that this device has.";
-  return text.str();
+  return text_from("a row of windows of a convolution output ", p.w.output, " wide needs ", plan.page_rows,
+                   " rows of input in shared memory, more than the ", max_shared_bytes, " bytes that this device has.");
 }
 
 // For a problem that is not refused. As many rows a block as fit, with two blocks a processor where registers allow it: they share the

@@ -6,6 +6,7 @@
 
 #include "common/args.h"
 #include "common/cpu.h"
+#include "cpu_ops.h"
 
 #include <algorithm>
 #include <memory>
@@ -52,6 +53,8 @@ Tensor empty_output(const Tensor& input, const GeluPoolGeometry& geometry, Scala
   return torch::stable::empty(geometry.output_size, dtype, std::nullopt, input.device(), std::nullopt, format);
 }
 
+}  // namespace
+
 Tensor gelu_pool(const Tensor& input, const std::optional<Tensor>& bias, const std::vector<int64_t>& output_size, bool keepdim,
                  const std::string& approximate, std::optional<ScalarType> out_dtype) {
   const GeluPoolGeometry geometry = check_gelu_pool(input, output_size, keepdim);
@@ -83,8 +86,6 @@ Tensor gelu_pool(const Tensor& input, const std::optional<Tensor>& bias, const s
   }
   return output;
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fxfuse, CPU, m) { m.impl("gelu_pool", TORCH_BOX(&gelu_pool)); }
 

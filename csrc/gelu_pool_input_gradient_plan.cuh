@@ -2,9 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <sstream>
 #include <string>
 
+#include "common/text.h"
 #include "gelu_pool_input_gradient_problem.cuh"
 
 namespace fxfuse::gelu_pool {
@@ -19,10 +19,8 @@ struct GradientPlan {
   int64_t blocks;
 
   std::string describe() const {
-    std::ostringstream text;
-    text << "vec_len=" << vec_len << ", lanes=" << lanes << ", chunks=" << chunks << ", chunk_len=" << chunk_len << ", columns=" << columns
-         << ", tiles=" << tiles << ", blocks=" << blocks;
-    return text.str();
+    return text_from("vec_len=", vec_len, ", lanes=", lanes, ", chunks=", chunks, ", chunk_len=", chunk_len, ", columns=", columns,
+                     ", tiles=", tiles, ", blocks=", blocks);
   }
 };
 

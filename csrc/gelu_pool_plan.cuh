@@ -5,10 +5,10 @@
 #include <array>
 #include <cstdint>
 #include <numeric>
-#include <sstream>
 #include <string>
 
 #include "common/cuda.cuh"
+#include "common/text.h"
 
 namespace fxfuse::gelu_pool {
 
@@ -53,11 +53,8 @@ struct PoolPlan {
 
   std::string describe() const {
     static const char* const names[] = {"rows", "channels", "outputs", "windows"};
-    std::ostringstream text;
-    text << names[static_cast<int>(path)] << "(blocks=" << blocks << ", lanes=" << lanes << ", chunks=" << chunks
-         << ", chunk_len=" << chunk_len << ", vec_len=" << vec_len << ", columns=" << columns
-         << ", tile_columns=" << tile_columns << ", tiles=" << tiles << ")";
-    return text.str();
+    return text_from(names[static_cast<int>(path)], "(blocks=", blocks, ", lanes=", lanes, ", chunks=", chunks, ", chunk_len=", chunk_len,
+                     ", vec_len=", vec_len, ", columns=", columns, ", tile_columns=", tile_columns, ", tiles=", tiles, ")");
   }
 };
 

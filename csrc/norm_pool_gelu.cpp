@@ -8,6 +8,7 @@
 
 #include "common/args.h"
 #include "common/cpu.h"
+#include "cpu_ops.h"
 
 #include <algorithm>
 #include <cmath>
@@ -158,6 +159,8 @@ std::vector<float> shares_along_w(const NormPool& p) {
   return shares;
 }
 
+}  // namespace
+
 Tensor norm_pool_gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::optional<Tensor>& addend,
                       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double addend_scale,
                       double addend_value, int64_t norm_ndim, double eps, const std::vector<int64_t>& kernel_size,
@@ -213,8 +216,6 @@ Tensor norm_pool_gelu(const Tensor& input, const std::optional<Tensor>& bias, co
   else run_two_pass(p, schedule, channels_last);
   return output;
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fxfuse, CPU, m) { m.impl("norm_pool_gelu", TORCH_BOX(&norm_pool_gelu)); }
 

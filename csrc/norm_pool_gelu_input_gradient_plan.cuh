@@ -2,9 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <sstream>
 #include <string>
 
+#include "common/text.h"
 #include "norm_pool_gelu_input_gradient_channels_last.cuh"
 #include "norm_pool_gelu_input_gradient_rows.cuh"
 
@@ -22,10 +22,8 @@ struct GradientRowsPlan {
   int steps;            // output rows of a group
 
   std::string describe() const {
-    std::ostringstream text;
-    text << "rows(vec_len=" << vec_len << ", values=" << values << ", lanes=" << lanes << ", exact=" << exact << ", resident=" << resident
-         << ", blocks=" << blocks << ", steps=" << steps << ")";
-    return text.str();
+    return text_from("rows(vec_len=", vec_len, ", values=", values, ", lanes=", lanes, ", exact=", exact, ", resident=", resident,
+                     ", blocks=", blocks, ", steps=", steps, ")");
   }
 };
 
@@ -37,10 +35,8 @@ struct GradientChannelsPlan {
   GradientShared shared;
 
   std::string describe() const {
-    std::ostringstream text;
-    text << "channels(vec_len=" << vec_len << ", columns=" << columns << ", pairs=" << pairs << ", windows=" << windows << ", steps=" << steps
-         << ", chunks=" << chunks << ", shared_bytes=" << shared.total << ")";
-    return text.str();
+    return text_from("channels(vec_len=", vec_len, ", columns=", columns, ", pairs=", pairs, ", windows=", windows, ", steps=", steps,
+                     ", chunks=", chunks, ", shared_bytes=", shared.total, ")");
   }
 };
 

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <algorithm>
-#include <sstream>
 #include <string>
 #include <variant>
 
+#include "common/text.h"
 #include "norm_pool_gelu_problem.cuh"
 
 namespace fxfuse::norm_pool_gelu {
@@ -158,29 +158,21 @@ inline Plan make_plan(const Problem& p, int element_size, int max_shared_bytes) 
 // ---- printing ----------------------------------------------------------------------------------------------------
 
 inline std::string RowsPlan::describe() const {
-  std::ostringstream text;
-  text << "rows(vec_len=" << vec_len << ", vecs=" << vecs << ", lanes=" << lanes << ", rows_in_flight=" << rows_in_flight
-       << ", pairs=" << pairs << ", exact=" << exact << ")";
-  return text.str();
+  return text_from("rows(vec_len=", vec_len, ", vecs=", vecs, ", lanes=", lanes, ", rows_in_flight=", rows_in_flight, ", pairs=", pairs,
+                   ", exact=", exact, ")");
 }
 
 inline std::string ChannelsPlan::describe() const {
-  std::ostringstream text;
-  text << "channels(rows_per_block=" << rows_per_block << ", threads=" << threads << ", pairs=" << pairs
-       << ", shared_bytes=" << shared.total << ")";
-  return text.str();
+  return text_from("channels(rows_per_block=", rows_per_block, ", threads=", threads, ", pairs=", pairs, ", shared_bytes=", shared.total,
+                   ")");
 }
 
 inline std::string BlockPlan::describe() const {
-  std::ostringstream text;
-  text << "block(vec_len=" << vec_len << ", values=" << values << ", threads=" << threads << ")";
-  return text.str();
+  return text_from("block(vec_len=", vec_len, ", values=", values, ", threads=", threads, ")");
 }
 
 inline std::string StatisticsPlan::describe() const {
-  std::ostringstream text;
-  text << "statistics(unit_size=" << unit_size << ", chunk_size=" << chunk_size << ")";
-  return text.str();
+  return text_from("statistics(unit_size=", unit_size, ", chunk_size=", chunk_size, ")");
 }
 
 inline std::string describe(const Plan& plan) {

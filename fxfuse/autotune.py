@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from .gradients import is_needed
 from .match import Match, find
 from .measure import medians, paired_times
 from .replacement import rewritten
-from .toolchain import cache_dir
+from .toolchain import cache_dir, unusable
 from .values import value_of
 from .view import GraphView
 from .weigh import INDUCTOR, Timer
@@ -54,9 +54,9 @@ def timer(mode: str | None, rest: Mapping[str, Any]) -> Timer | None:
         gm = _alone(match)
         if isinstance(gm, str):
             return gm
-        kept = _kept_at(gm, match, implementations, f"{mode} {sorted(rest.items(), key=str)}")
-        if kept.exists():
-            return json.loads(kept.read_text())
+        path = _kept_at(gm, match, implementations, f"{mode} {sorted(rest.items(), key=str)}")
+        if kept := _kept(path, {INDUCTOR, *(implementation.op for implementation in implementations)}):
+            return kept
         needed, free = _memory(gm, len(implementations) + 1), _free_memory(match.anchor.value.device)
         if needed > MEMORY_SHARE * free:
             return f"timing needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
@@ -65,7 +65,7 @@ def timer(mode: str | None, rest: Mapping[str, Any]) -> Timer | None:
         except Exception as error:
             log.exception("fxfuse: candidates could not be timed; the rule decides. Please report this.")
             return f"{type(error).__name__}, see the log"
-        _keep(kept, measured)
+        _keep(path, measured)
         return measured
 
     return times
@@ -130,12 +130,22 @@ def _kept_at(gm: fx.GraphModule, match: Match, implementations: Sequence[Impleme
     return cache_dir() / "autotune" / f"{hashlib.sha256(repr(state).encode()).hexdigest()[:32]}.json"
 
 
+def _kept(path: Path, names: Collection[str]) -> dict[str, float] | None:
+    """The times in a file, of all these names; None where there is no such file, or one that is damaged or may not be read."""
+    try:
+        times = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_whole = isinstance(times, dict) and times.keys() == set(names) and all(isinstance(time, (int, float)) for time in times.values())
+    return times if is_whole else None
+
+
 def _keep(path: Path, times: Mapping[str, float]) -> None:
     """Writes atomically; a cache that cannot be written costs the next process its time, nothing else."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
             json.dump(dict(times), file)
         os.replace(file.name, path)
     except OSError as error:
-        log.warning("fxfuse: measured times are not kept: %s", error)
+        log.warning("fxfuse: measured times are not kept: %s", unusable(cache_dir(), error).summary)

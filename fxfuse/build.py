@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
+import io
 import os
 import re
 import shutil
@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .recipe import KINDS, PACKAGE, Recipe, beside, digest, gpu_architectures, hash_files, library_name, ninja_file, recipe, record_path, source_hash
-from .toolchain import BuildError, cache_dir, find_ninja, unwritable
+from .recipe import KINDS, PACKAGE, Recipe, beside, build_files, digest, gpu_architectures, hash_files, library_name, recipe, record_path, source_hash
+from .record import is_built, write_record
+from .toolchain import BuildError, cache_dir, find_ninja, unusable
 
 _LOCK_TIMEOUT_S = 3600
 _ERROR = re.compile(r"\berror\b|\bfatal\b|undefined reference|cannot find|No space left|Killed", re.IGNORECASE)
@@ -43,20 +44,20 @@ def say(text: str) -> None:
 
 
 def ensure(made: Recipe, cache: Path, env: Mapping[str, str] = os.environ, say: Callable[[str], None] = say) -> Path:
-    """The directory that holds the recipe's library, built now unless it is there.
+    """The directory that holds the recipe's library, built now unless it is there and whole.
 
     Of several processes one builds and the others wait; a killed build leaves nothing behind that the next one trips over.
     """
     final = cache / f"{made.kind}-{made.key}"
-    if (final / library_name(made.kind)).exists():
-        return final
     try:
+        if is_built(final, made.kind, lambda damage: None):
+            return final
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{final.name}.lock", say):
-            if not (final / library_name(made.kind)).exists():
+            if not is_built(final, made.kind, lambda damage: say(f"fxfuse: {damage} and is built anew\n")):
                 _build(made, final, env, say)
     except OSError as error:
-        raise unwritable(cache, error.strerror or error) from error
+        raise unusable(cache, error) from error
     return final
 
 
@@ -90,8 +91,8 @@ def _build(made: Recipe, final: Path, env: Mapping[str, str], say: Callable[[str
         result = work / final.name
         result.mkdir()
         os.replace(work / library_name(made.kind), result / library_name(made.kind))
-        record_path(result, made.kind).write_text(json.dumps({**made.record(), "key": made.key}, indent=1) + "\n")
-        log_path(result, made.kind).write_text(log)
+        write_record(result, made)
+        log_path(result, made.kind).write_text(log, encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         os.rename(result, final)
     except BaseException:
@@ -104,22 +105,26 @@ def _build(made: Recipe, final: Path, env: Mapping[str, str], say: Callable[[str
 
 def _compile(made: Recipe, work: Path, env: Mapping[str, str]) -> str:
     """Runs ninja in `work` and returns what the compilers said. $MAX_JOBS bounds the compilers that run at a time."""
-    (work / "stub.cpp").touch()
-    (work / "build.ninja").write_text(ninja_file(made))
+    for name, text in build_files(made).items():
+        (work / name).write_bytes(os.fsencode(text))  # paths byte for byte as the file system has them, whatever the locale
+    ninja = find_ninja(env)
     jobs = ["-j", env["MAX_JOBS"]] if env.get("MAX_JOBS") else []
-    done = subprocess.run(
-        [find_ninja(env), *jobs],
-        cwd=work,
-        env={**env, "LC_ALL": "C"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    try:
+        done = subprocess.run(
+            [ninja, *jobs],
+            cwd=work,
+            env={**env, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except OSError as error:
+        raise BuildError(f"{ninja} does not run: {error}", "run: pip install --force-reinstall ninja") from error
     if done.returncode:
         whole = work.parent / f"{made.kind}-{made.key}.failed.log"
-        whole.write_text(done.stdout)
+        whole.write_text(done.stdout, encoding="utf-8")
         errors = _first_errors(done.stdout)
         raise BuildError(f"the {made.kind} kernels do not compile with {made.compilers}: {errors[0]}", f"all errors are in {whole}", errors[1:])
     return done.stdout
@@ -164,7 +169,7 @@ def ptxas_table(log: str) -> str:
 def _demangled(names: Sequence[str]) -> dict[str, str]:
     if not names or not shutil.which("c++filt"):
         return {name: name for name in names}
-    done = subprocess.run(["c++filt", "-p"], input="\n".join(names), capture_output=True, text=True, check=True)
+    done = subprocess.run(["c++filt", "-p"], input="\n".join(names), capture_output=True, encoding="utf-8", check=True)
     return dict(zip(names, done.stdout.splitlines(), strict=True))
 
 
@@ -183,6 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="copy the libraries there too, for FXFUSE_LIBRARY_DIR on another machine")
     parser.add_argument("--ptxas", action="store_true", help="print each kernel's registers, spills and shared memory")
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path with letters that the terminal's encoding does not have
     try:
         for kind in _kinds(args):
             built = ensure(recipe(kind, args.arch), cache_dir())
@@ -190,8 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.out:
                 copy(built, kind, args.out)
             if args.ptxas and kind == "cuda":
-                print(ptxas_table(log_path(built, kind).read_text()))
-    except BuildError as error:
+                print(ptxas_table(log_path(built, kind).read_text(encoding="utf-8")))
+    except (BuildError, OSError) as error:  # OSError: DIR cannot be written
         print(f"fxfuse: {error}", file=sys.stderr)
         return 1
     return 0

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from .library import Library, Loader, check_device
 from .recipe import KINDS
-from .toolchain import BuildError, Compiler, cache_dir, find_cxx, find_ninja, find_nvcc
+from .toolchain import BuildError, Compiler, cache_dir, find_cxx, find_ninja, find_nvcc, obstacle
 
 # Beside all that begin with FXFUSE_, misspelt ones among them.
 VARIABLES = ("CXX", "CUDACXX", "CUDA_HOME", "MAX_JOBS")
@@ -88,9 +89,14 @@ def _tools(env: Mapping[str, str]) -> Rows:
         ("C++ compiler", _found(lambda: find_cxx(env))),
         ("nvcc", _found(lambda: find_nvcc(env, torch.version.cuda))),
         ("ninja", _found(lambda: find_ninja(env))),
-        ("cache", str(cache_dir(env))),
+        ("cache", _cache(cache_dir(env))),
         ("variables", ", ".join(variables) or "none set"),
     ]
+
+
+def _cache(folder: Path) -> str:
+    why = obstacle(folder)
+    return f"{folder}, which cannot be written: {why}" if why else str(folder)
 
 
 def _found(find: Callable[[], object]) -> str:

@@ -7,25 +7,24 @@ Importing this module touches no device and starts no process.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from .recipe import KINDS, PACKAGE, beside, covers, gpu_architectures, library_name, recipe, record_path, source_hash
-from .toolchain import BuildError, Torch, cache_dir, cuda_major, find_ninja, installed_torch, unwritable, writable
+from .recipe import KINDS, PACKAGE, beside, covers, gpu_architectures, library_name, recipe, source_hash
+from .record import REBUILD, Record, check_whole, is_built, read_record
+from .toolchain import BuildError, Torch, cache_dir, cuda_major, find_ninja, installed_torch, obstacle, unusable
 
 OLDEST_CAPABILITY = (8, 0)
 # What to do about a library that is refused, by where it was found.
 _MEND = {
     "override": "unset FXFUSE_LIBRARY_DIR, or build it again with: python -m fxfuse.build --cpu --cuda --out DIR",
     "wheel": "run: pip install --force-reinstall --no-deps --no-binary fxfuse fxfuse",
-    "cache": "delete its folder",
-    "built": "delete its folder",
+    "cache": REBUILD,
+    "built": REBUILD,
 }
 
 
@@ -142,22 +141,22 @@ def search(kind: str, env: Mapping[str, str] = os.environ, package: Path = PACKA
     torch, csrc, name = installed_torch(), beside("csrc", package), library_name(kind)
     passed_over: list[str] = []
     if override := env.get("FXFUSE_LIBRARY_DIR"):
-        if (Path(override) / name).exists():
+        if os.path.exists(Path(override) / name):
             return _prebuilt(Path(override), kind, "override", csrc, torch)  # asked for by name: refused rather than passed over
-        passed_over.append(f"FXFUSE_LIBRARY_DIR={override} holds no {name}")
-    if (package / "lib" / name).exists():
+        passed_over.append(f"FXFUSE_LIBRARY_DIR={override} holds no {name} that can be read")
+    if os.path.exists(package / "lib" / name):
         try:
             return replace(_prebuilt(package / "lib", kind, "wheel", csrc, torch), passed_over=tuple(passed_over))
         except BuildError as error:
             passed_over.append(error.sentence)
     try:
-        found = _cached_or_buildable(kind, env, csrc, torch)
+        found = _cached_or_buildable(kind, env, csrc, torch, passed_over)
     except BuildError as error:
         raise BuildError("; ".join([*passed_over, error.sentence]), error.mend, error.errors) from error
     return replace(found, passed_over=tuple(passed_over))
 
 
-def _cached_or_buildable(kind: str, env: Mapping[str, str], csrc: Path, torch: Torch) -> Library:
+def _cached_or_buildable(kind: str, env: Mapping[str, str], csrc: Path, torch: Torch, passed_over: list[str]) -> Library:
     cache, name = cache_dir(env), library_name(kind)
     try:
         made = recipe(kind, csrc=csrc, env=env, torch=torch)
@@ -167,44 +166,42 @@ def _cached_or_buildable(kind: str, env: Mapping[str, str], csrc: Path, torch: T
             with contextlib.suppress(BuildError):
                 return _prebuilt(folder, kind, "cache", csrc, torch)
         raise
-    path = cache / f"{kind}-{made.key}" / name
-    if path.exists():
-        return Library(path, kind, "cache", made.architectures, made.key)
+    folder = cache / f"{kind}-{made.key}"
+    try:
+        if is_built(folder, kind, passed_over.append):
+            return Library(folder / name, kind, "cache", made.architectures, made.key)
+    except OSError as error:
+        raise unusable(cache, error) from error
     if env.get("FXFUSE_BUILD") == "0":
         raise BuildError(f"{name} is not built yet and FXFUSE_BUILD=0 forbids to build it at first use", "unset FXFUSE_BUILD")
     find_ninja(env)
-    if not writable(cache):
-        raise unwritable(cache, "no permission, or not a directory")
-    return Library(path, kind, "buildable", made.architectures, made.key)
+    if why := obstacle(cache):
+        raise unusable(cache, why)
+    return Library(folder / name, kind, "buildable", made.architectures, made.key)
 
 
 def _prebuilt(folder: Path, kind: str, source: str, csrc: Path, torch: Torch) -> Library:
-    """The library in a folder, if its record says that it fits this fxfuse, this torch and these devices."""
-    path = folder / library_name(kind)
-    try:
-        record = json.loads(record_path(folder, kind).read_text())
-        mismatch = _mismatch(path, record, csrc, torch)
-        library = Library(path, kind, source, tuple(record["architectures"]), record["key"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BuildError(f"{path} has no record beside it that can be read ({error!r})", _MEND[source]) from error
-    if mismatch:
-        raise BuildError(mismatch, _MEND[source])
-    return library
+    """The library in a folder, if its record says that it fits this fxfuse, this torch and these devices, and it is whole."""
+    path, mend = folder / library_name(kind), _MEND[source]
+    record = read_record(folder, kind, mend)
+    if mismatch := _mismatch(path, kind, record, csrc, torch):
+        raise BuildError(mismatch, mend)
+    check_whole(path, record, mend)
+    return Library(path, kind, source, record.architectures, record.key)
 
 
-def _mismatch(path: Path, record: Mapping[str, Any], csrc: Path, torch: Torch) -> str | None:
-    kind, cuda = record["kind"], record["cuda"]
-    if record["machine"] != platform.machine():
-        return f"{path} is for {record['machine']} and this machine is {platform.machine()}"
-    if tuple(record["oldest_torch"]) > torch.release:
-        return f"{path} needs torch {'.'.join(map(str, record['oldest_torch']))} and {torch.version} is installed"
-    if record["sources"] != source_hash(kind, csrc):
+def _mismatch(path: Path, kind: str, record: Record, csrc: Path, torch: Torch) -> str | None:
+    if record.machine != platform.machine():
+        return f"{path} is for {record.machine} and this machine is {platform.machine()}"
+    if record.oldest_torch > torch.release:
+        return f"{path} needs torch {'.'.join(map(str, record.oldest_torch))} and {torch.version} is installed"
+    if record.sources != source_hash(kind, csrc):
         return f"{path} was built from other kernel sources than those of this fxfuse"
-    if kind == "cuda" and cuda != cuda_major(torch.cuda):
-        return f"{path} is for CUDA {cuda} and torch is built {f'for CUDA {torch.cuda}' if torch.cuda else 'without CUDA'}"
-    missing = [name for name in (gpu_architectures() if kind == "cuda" else ()) if not covers(record["architectures"], name)]
+    if kind == "cuda" and record.cuda != cuda_major(torch.cuda):
+        return f"{path} is for CUDA {record.cuda} and torch is built {f'for CUDA {torch.cuda}' if torch.cuda else 'without CUDA'}"
+    missing = [name for name in (gpu_architectures() if kind == "cuda" else ()) if not covers(record.architectures, name)]
     if missing:
-        return f"{path} is for {', '.join(record['architectures'])} and has no code for {', '.join(missing)}"
+        return f"{path} is for {', '.join(record.architectures)} and has no code for {', '.join(missing)}"
     return None
 
 

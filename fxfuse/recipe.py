@@ -22,6 +22,10 @@ _TARGET = f"-DTORCH_TARGET_VERSION=0x{OLDEST_TORCH[0]:02X}{OLDEST_TORCH[1]:02X}0
 # Hidden visibility: two copies of a library in one process must not share each other's inline functions and statics.
 CXX_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", _TARGET)
 NVCC_FLAGS = ("-O3", "-std=c++20", "-DUSE_CUDA", _TARGET, "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v")
+# torch finds the ops through a library's initialisers, so it needs no symbol of ours; one that we exported, such as those of a libstdc++
+# that was linked in, would be taken for torch's own, or torch's for ours, in the middle of a call.
+VERSION_SCRIPT = ("exports.map", "{ local: *; };\n")
+LINKER_FLAGS = (f"--version-script={VERSION_SCRIPT[0]}",)
 # In link order: a standard library function that was compiled into several objects is taken from the first, which runs everywhere.
 ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "baseline": (),
@@ -59,6 +63,7 @@ class Recipe:
             "architectures": list(self.architectures),
             "sources": source_hash(self.kind, self.csrc),
             "flags": [*flags, *(flag for name in self.architectures for flag in ISA_FLAGS.get(name, ()))],
+            "link": [*LINKER_FLAGS, VERSION_SCRIPT[1]],
             "torch": self.torch.version,
             "oldest_torch": list(OLDEST_TORCH),
             "cuda": cuda_major(self.nvcc.cuda) if self.nvcc else None,
@@ -86,9 +91,14 @@ def recipe(
         return Recipe(kind, csrc, levels, torch, cxx)
     chosen = tuple(architectures) or gpu_architectures() or AHEAD_ARCHITECTURES
     for name in chosen:
-        if not _ARCHITECTURE.fullmatch(name):
+        if not is_architecture(name):
             raise BuildError(f"{name!r} is no CUDA architecture", "give names such as sm_90a (machine code) or compute_80 (PTX)")
     return Recipe(kind, csrc, chosen, torch, cxx, find_nvcc(env, torch.cuda))
+
+
+def is_architecture(name: str) -> bool:
+    """Whether a name is one of CUDA's for machine code or PTX, such as sm_90a or compute_80."""
+    return _ARCHITECTURE.fullmatch(name) is not None
 
 
 def gpu_architectures() -> tuple[str, ...]:
@@ -136,7 +146,7 @@ def source_hash(kind: str, csrc: Path) -> str:
 def hash_files(root: Path, wanted: Callable[[Path], bool]) -> str:
     """Hash of the names and contents of the wanted files under a folder."""
     files = sorted(path for path in root.rglob("*") if wanted(path) and path.is_file())
-    return digest(*(f"{path.relative_to(root).as_posix()} {digest(path.read_text())}" for path in files))
+    return digest(*(f"{path.relative_to(root).as_posix()} {digest(path.read_text(encoding='utf-8'))}" for path in files))
 
 
 def digest(*parts: str) -> str:
@@ -152,15 +162,20 @@ def record_path(folder: Path, kind: str) -> Path:
     return (folder / library_name(kind)).with_suffix(".json")
 
 
+def build_files(made: Recipe) -> dict[str, str]:
+    """What ninja's working directory starts with, by name: build.ninja and what it names there. The outputs join them."""
+    return {"build.ninja": ninja_file(made), VERSION_SCRIPT[0]: VERSION_SCRIPT[1], "stub.cpp": ""}
+
+
 def ninja_file(made: Recipe) -> str:
-    """The build.ninja of a recipe. Outputs lie in ninja's working directory, where an empty `stub.cpp` is expected for CUDA."""
+    """The build.ninja of a recipe, for a working directory that holds `build_files`."""
     objects = list(_cuda_objects(made) if made.nvcc else _cpu_objects(made))
     if not objects:
         raise BuildError(f"{made.csrc} holds no {made.kind} sources", "install fxfuse again")
     edges = [_edge(name, [str(source)], command) for name, source, command in objects]
     link, stubs = _cuda_link(made) if made.nvcc else (_cpu_link(made), [])
     edges += [_edge(stub, ["stub.cpp"], [str(made.cxx.path), "-shared", f"-Wl,-soname,{stub}"]) for stub in stubs]
-    edges.append(_edge(library_name(made.kind), [name for name, _, _ in objects], *link, after=stubs))
+    edges.append(_edge(library_name(made.kind), [name for name, _, _ in objects], *link, after=[*stubs, VERSION_SCRIPT[0]]))
     return "rule run\n  command = $tool $in -o $out $libraries\n  description = $out\n" + "".join(edges)
 
 
@@ -183,7 +198,8 @@ def _cuda_objects(made: Recipe) -> Iterator[tuple[str, Path, list[str]]]:
 
 
 def _cpu_link(made: Recipe) -> tuple[list[str], list[str]]:
-    return [str(made.cxx.path), "-shared"], [f"-L{made.torch.lib}", "-Wl,--no-as-needed", "-ltorch_cpu"]
+    command = [str(made.cxx.path), "-shared", *(f"-Wl,{flag}" for flag in LINKER_FLAGS)]
+    return command, [f"-L{made.torch.lib}", "-Wl,--no-as-needed", "-ltorch_cpu"]
 
 
 def _cuda_link(made: Recipe) -> tuple[tuple[list[str], list[str]], list[str]]:
@@ -191,7 +207,8 @@ def _cuda_link(made: Recipe) -> tuple[tuple[list[str], list[str]], list[str]]:
     stubs = [] if (made.torch.lib / "libtorch_cuda.so").exists() else ["libtorch_cuda.so"]
     toolkit = made.nvcc.path.parent.parent / "lib"  # nvcc of the PyPI packages looks in lib64, which they do not have
     folders = [f"-L{folder}" for folder in ([toolkit] if toolkit.is_dir() else []) + [".", made.torch.lib]]
-    return ([*_nvcc(made), "-shared", "-cudart", "static"], [*folders, "-Xlinker", "--no-as-needed", "-ltorch_cuda", "-ltorch_cpu"]), stubs
+    command = [*_nvcc(made), "-shared", "-cudart", "static", *(word for flag in LINKER_FLAGS for word in ("-Xlinker", flag))]
+    return (command, [*folders, "-Xlinker", "--no-as-needed", "-ltorch_cuda", "-ltorch_cpu"]), stubs
 
 
 def _nvcc(made: Recipe) -> list[str]:

@@ -136,24 +136,29 @@ def find_ninja(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def cache_dir(env: Mapping[str, str] = os.environ) -> Path:
-    """Where built libraries are kept: $FXFUSE_CACHE_DIR, else $XDG_CACHE_HOME/fxfuse, else ~/.cache/fxfuse."""
+    """Where built libraries and measured times are kept: $FXFUSE_CACHE_DIR, else $XDG_CACHE_HOME/fxfuse, else ~/.cache/fxfuse."""
     if named := env.get("FXFUSE_CACHE_DIR"):
-        return Path(named).expanduser().absolute()
+        return Path(os.path.expanduser(named)).absolute()
     if base := env.get("XDG_CACHE_HOME"):
-        return Path(base) / "fxfuse"
+        return Path(base).absolute() / "fxfuse"
     home = env.get("HOME") or os.path.expanduser("~")
-    return Path(home).absolute() / ".cache" / "fxfuse"
+    # A user whom the system does not know has no home, and ~ stays what it is.
+    return Path("/" if home == "~" else home).absolute() / ".cache" / "fxfuse"
 
 
-def writable(folder: Path) -> bool:
-    """Whether a folder can be written or, where it does not exist, made."""
-    while not folder.exists():
+def obstacle(folder: Path) -> str | None:
+    """Why a folder cannot be written or, where it does not exist, made; None if it can."""
+    while not os.path.lexists(folder):  # nor does one that may not be looked into
         folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    if not folder.is_dir():
+        return "it is a link to nothing" if folder.is_symlink() else f"{folder} is not a directory"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write into {folder}"
 
 
-def unwritable(folder: Path, why: object) -> BuildError:
-    return BuildError(f"the cache directory {folder} cannot be written ({why})", "set FXFUSE_CACHE_DIR to a directory that can")
+def unusable(cache: Path, why: OSError | str) -> BuildError:
+    """The one sentence about a cache directory that may not be read, searched or written, or is none."""
+    reason = (why.strerror or why) if isinstance(why, OSError) else why
+    return BuildError(f"the cache directory {cache} cannot be used ({reason})", "set FXFUSE_CACHE_DIR to a directory that can be written")
 
 
 def _nvcc_paths(env: Mapping[str, str], toolkits: Iterable[Path]) -> Iterator[Path]:
@@ -180,7 +185,7 @@ def _first_line(path: Path) -> str:
 @functools.cache
 def _version(path: Path) -> str:
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60, check=True)
+        done = subprocess.run([path, "--version"], capture_output=True, encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{path} does not run: {error}", "install a working compiler, or name another with CXX or CUDACXX") from error
     return done.stdout.strip()

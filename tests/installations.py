@@ -16,6 +16,7 @@ from filelock import FileLock
 from fxfuse import build, library, toolchain
 from fxfuse.library import Library, check_device, search
 from fxfuse.recipe import ISA_FLAGS, Recipe, beside, library_name, ninja_file, recipe, record_path
+from fxfuse.record import write_record
 from fxfuse.toolchain import Compiler, Torch, cuda_major, find_cxx, find_ninja, find_nvcc, installed_torch
 
 NOWHERE = {"PATH": "/nowhere"}
@@ -28,10 +29,12 @@ def fake_recipe(package: Path, tmp_path: Path, kind: str = "cpu", architectures:
 
 
 def write_library(folder: Path, made: Recipe, **changes: Any) -> None:
-    """A library file that is never opened, with its record."""
+    """A library file that is never opened, with its record, in which something is changed."""
     folder.mkdir(exist_ok=True)
-    (folder / library_name(made.kind)).touch()
-    record_path(folder, made.kind).write_text(json.dumps({**made.record(), "key": made.key, **changes}))
+    (folder / library_name(made.kind)).write_bytes(b"a library")
+    write_record(folder, made)
+    path = record_path(folder, made.kind)
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
 
 
 def empty_package(tmp_path: Path) -> Path:
@@ -135,6 +138,7 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch, Path], object]] = {
     "is for CUDA 11 and torch is built": lambda patch, tmp_path: made_elsewhere(tmp_path, cuda="11"),
     "is for sm_120 and has no code for sm_90a": without_code_for_this_gpu,
     "has no record beside it that can be read": lambda patch, tmp_path: made_elsewhere(tmp_path, architectures=None),
+    "libfxfuse_cuda.so is damaged": lambda patch, tmp_path: made_elsewhere(tmp_path, size=5000),
     "libfxfuse_cpu.so cannot be loaded": broken_library,
     "is not built yet and FXFUSE_BUILD=0 forbids": lambda patch, tmp_path: search(
         "cpu", {"CXX": sys.executable, "FXFUSE_BUILD": "0", "FXFUSE_CACHE_DIR": str(tmp_path / "cache")}, empty_package(tmp_path)
@@ -151,7 +155,7 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch, Path], object]] = {
     "'9.0' is no CUDA architecture": lambda patch, tmp_path: recipe("cuda", ["9.0"], empty_package(tmp_path), {"CXX": sys.executable}),
     "the folder csrc is missing": lambda patch, tmp_path: beside("csrc", tmp_path / "site-packages" / "fxfuse"),
     "holds no cpu sources": lambda patch, tmp_path: ninja_file(fake_recipe(empty_package(tmp_path), tmp_path)),
-    "cannot be written": cache_is_a_file,
+    "cannot be used": cache_is_a_file,
     "the cpu kernels do not compile with g++ 12: answer.cpp:1: error": sources_that_do_not_compile,
     "another process has held": another_process_builds,
 }

@@ -154,4 +154,22 @@ def test_times_that_cannot_be_kept_are_used_all_the_same(
     monkeypatch.setattr(autotune, "cache_dir", lambda: tmp_path / "file")
     given(monkeypatch, op=0.004, inductor=0.005)
     assert compiled().fused[0].op == "gelu_pool"
+    assert f"measured times are not kept: the cache directory {tmp_path / 'file'} cannot be used" in caplog.text and "FXFUSE_CACHE_DIR" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"inductor": 0.005}', '{"inductor": 0.005, "gelu_pool": null}', '{"inductor": 1.0, "others": 2.0}'])
+def test_times_that_are_damaged_are_measured_again(fresh: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    given(monkeypatch, op=0.004, inductor=0.005)
+    compiled()
+    (kept,) = fresh.iterdir()
+    whole = kept.read_text(encoding="utf-8")
+    kept.write_text(content, encoding="utf-8")
+    torch._dynamo.reset()
+    assert compiled().fused[0].op == "gelu_pool" and kept.read_text(encoding="utf-8") == whole
+
+
+def test_times_that_may_not_be_read_are_measured_again(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    fresh.symlink_to(fresh)
+    given(monkeypatch, op=0.004, inductor=0.005)
+    assert compiled().fused[0].op == "gelu_pool"
     assert "measured times are not kept" in caplog.text

@@ -349,57 +349,6 @@ def test_random_arguments() -> None:
         )
 
 
-X = torch.randn(2, 3, 4, 4, 8)
-REFUSED_NORM_POOL = [
-    (dict(input=X.double()), "input is float64, but float32, bfloat16 and float16 are supported"),
-    (dict(input=X[0, 0]), "input has shape [4, 4, 8], but [N, C, D, H, W] or [C, D, H, W] is needed"),
-    (dict(input=X[:, :0]), "input has shape [2, 0, 4, 4, 8], but only the batch may be empty"),
-    (dict(bias=torch.randn(4)), "bias has shape [4], but [3] is needed"),
-    (dict(bias=torch.randn(3).half()), "bias is float16, but float32 and the input's float32 are supported"),
-    (dict(addend=torch.randn(2, 1, 3, 4, 4, 8)), "addend has shape [2, 1, 3, 4, 4, 8], which does not broadcast"),
-    (dict(addend=torch.randn(2)), "which does not broadcast to the input's [2, 3, 4, 4, 8] without enlarging it"),
-    (dict(addend=torch.ones(8, dtype=torch.int64)), "addend is "),
-    (dict(norm_weight=torch.randn(4)), "norm_weight has shape [4], but [8] is needed"),
-    (dict(norm_bias=torch.randn(4, 8)), "norm_bias has shape [4, 8], but [8] is needed"),
-    (dict(norm_ndim=0), "norm_ndim is 0, but 1 to 5 dimensions"),
-    (dict(norm_ndim=6), "norm_ndim is 6, but 1 to 5 dimensions"),
-    (dict(kernel_size=[2, 2]), "each needs three entries"),
-    (dict(kernel_size=[0, 2, 2]), "every entry must be positive"),
-    (dict(stride=[2, 0, 2]), "every entry must be positive"),
-    (dict(padding=[2, 0, 0]), "between 0 and half of kernel_size"),
-    (dict(padding=[-1, 0, 0]), "between 0 and half of kernel_size"),
-    (dict(kernel_size=[5, 2, 2]), "kernel_size [5, 2, 2] is larger than an input of shape [2, 3, 4, 4, 8]"),
-    (dict(divisor_override=0), "divisor_override is 0"),
-    (dict(approximate="sigmoid"), "approximate is 'sigmoid', but GELU takes 'none' (exact) or 'tanh'"),
-    (dict(out_dtype=torch.float16), "out_dtype is float16, but float32 and the input's float32 are supported"),
-]
-REFUSED_GELU_POOL = [
-    (dict(input=X.int()), "input is Int, but float32"),
-    (dict(output_size=[]), "one to three entries are needed"),
-    (dict(output_size=[1, 1]), "one entry for each dimension behind the channels is needed"),
-    (dict(output_size=[1, 1, -2]), "sizes are 0 or more, or -1 for the input's"),
-    (dict(output_size=[1, 2, 1], keepdim=False), "dimensions are dropped (keepdim=False) only at size 1"),
-    (dict(input=X[:, :, :0], output_size=[1, 2, 1]), "only a global pool takes an empty plane"),
-    (dict(bias=torch.randn(3, 1)), "bias has shape [3, 1], but [3] is needed"),
-    (dict(approximate=""), "approximate is ''"),
-    (dict(out_dtype=torch.bfloat16), "out_dtype is bfloat16"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "sentence"), REFUSED_NORM_POOL, ids=[sentence for _, sentence in REFUSED_NORM_POOL])
-def test_norm_pool_refuses(arguments: dict, sentence: str) -> None:
-    with pytest.raises(RuntimeError) as refusal:
-        torch.ops.fxfuse.norm_pool_gelu(*{"input": X, **DEFAULTS, **arguments}.values())
-    assert sentence in str(refusal.value)
-
-
-@pytest.mark.parametrize(("arguments", "sentence"), REFUSED_GELU_POOL, ids=[sentence for _, sentence in REFUSED_GELU_POOL])
-def test_gelu_pool_refuses(arguments: dict, sentence: str) -> None:
-    with pytest.raises(RuntimeError) as refusal:
-        torch.ops.fxfuse.gelu_pool(*{**arguments_of(X, [1, 1, 1]), **arguments}.values())
-    assert sentence in str(refusal.value)
-
-
 # ---- instruction sets --------------------------------------------------------------------------------------------
 
 SCRIPT = """

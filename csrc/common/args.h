@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/kernel_types.h"
+#include "common/text.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -14,7 +15,6 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -29,11 +29,7 @@ using Dims5 = std::array<int64_t, 5>;
 
 template <typename... Parts>
 void require(bool ok, const Parts&... sentence) {
-  if (ok) return;
-  std::ostringstream text;
-  text << "fxfuse: ";
-  (text << ... << sentence);
-  throw std::runtime_error(text.str());
+  if (!ok) throw std::runtime_error(text_from("fxfuse: ", sentence...));
 }
 
 inline std::string text_of(Ints values) {

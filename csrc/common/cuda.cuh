@@ -1,6 +1,8 @@
 // What every CUDA op shares: sentences as errors, fp32 conversion, wide loads, reductions, and the one way to launch.
 #pragma once
 
+#include "common/text.h"
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -14,7 +16,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 
 namespace fxfuse {
@@ -26,10 +27,7 @@ using torch::stable::Tensor;
 
 template <typename... Args>
 void check(bool ok, const Args&... sentence) {
-  if (ok) return;
-  std::ostringstream text;
-  (text << ... << sentence);
-  throw std::runtime_error(text.str());
+  if (!ok) throw std::runtime_error(text_from(sentence...));
 }
 
 // ---- dtypes ------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def commit(checkout: Path) -> str | None:
         return None
     git = ["git", "-C", str(checkout)]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, encoding="utf-8", check=True).stdout.strip()
         same = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *SOURCES], capture_output=True).returncode == 0
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -63,7 +63,7 @@ def resume(result: dict[str, Any], path: Path, contenders: Sequence[str]) -> set
     if not path.exists():
         return set()
     try:
-        earlier = json.loads(path.read_text())
+        earlier = json.loads(path.read_text(encoding="utf-8"))
         different = [key for key in SAME if earlier[key] != result[key]]
         rows, ceilings = earlier["rows"], earlier["ceilings"]
     except (ValueError, KeyError, TypeError) as error:

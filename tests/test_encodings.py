@@ -1,0 +1,86 @@
+"""Text is read and written in an encoding that the source names, so that a legacy locale or a folder with other letters changes nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fxfuse
+from fxfuse.recipe import beside
+
+PACKAGE = Path(fxfuse.__file__).parent
+SETUP = Path(__file__).parents[1] / "setup.py"
+# Calls that open text unless a mode with b says otherwise, with the position of the mode, and those that always do.
+OPENERS = {"open": 1, "fdopen": 1, "NamedTemporaryFile": 0, "TemporaryFile": 0}
+METHODS = ("read_text", "write_text")
+
+
+def nameless(source: str) -> list[str]:
+    """The calls of a Python source that read or write text, in a file or a process, and do not name the encoding."""
+    return [ast.unparse(call) for call in ast.walk(ast.parse(source)) if isinstance(call, ast.Call) and _is_text(call) and not _is_named(call)]
+
+
+def _is_named(call: ast.Call) -> bool:
+    return any(keyword.arg == "encoding" for keyword in call.keywords)
+
+
+def _is_text(call: ast.Call) -> bool:
+    on = call.func.value if isinstance(call.func, ast.Attribute) else None
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in METHODS:
+        return on is not None
+    if name in OPENERS and not (isinstance(on, ast.Name) and (on.id, name) == ("os", "open")):
+        # A path's own open() has the mode in front.
+        default = "w+b" if name in ("NamedTemporaryFile", "TemporaryFile") else "r"
+        return "b" not in _mode(call, OPENERS[name] if on is None or name != "open" or ast.unparse(on) == "io" else 0, default)
+    return any(keyword.arg in ("text", "universal_newlines") for keyword in call.keywords)
+
+
+def _mode(call: ast.Call, position: int, default: str) -> str:
+    modes = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[position : position + 1]
+    return modes[0].value if modes and isinstance(modes[0], ast.Constant) else default
+
+
+def sources() -> Iterator[Path]:
+    for folder in (PACKAGE, beside("passes")):
+        yield from folder.rglob("*.py")
+    if SETUP.exists():
+        yield SETUP
+
+
+def test_every_call_names_its_encoding() -> None:
+    files = list(sources())
+    assert len(files) > 70
+    assert {path.name: calls for path in files if (calls := nameless(path.read_text(encoding="utf-8")))} == {}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "path.read_text()",
+        "path.write_text(text)",
+        "open(path)",
+        "open(path, 'w')",
+        "open(path, mode='a')",
+        "path.open()",
+        "path.open('w')",
+        "io.open(path, 'r')",
+        "os.fdopen(descriptor, 'w')",
+        "tempfile.NamedTemporaryFile('w', dir=folder)",
+        "subprocess.run(command, capture_output=True, text=True)",
+        "subprocess.Popen(command, universal_newlines=True)",
+    ],
+)
+def test_a_call_without_an_encoding_is_seen(call: str) -> None:
+    assert nameless(call) == [call]
+    assert not nameless(call.removesuffix(")") + ("" if call.endswith("()") else ", ") + "encoding='utf-8')")
+
+
+@pytest.mark.parametrize(
+    "call", ["open(path, 'rb')", "path.open('rb')", "path.read_bytes()", "os.open(path, os.O_WRONLY)", "write_text(text, path)", "NamedTemporaryFile(dir=a)"]
+)
+def test_calls_that_need_none_are_left_alone(call: str) -> None:
+    assert not nameless(call)
