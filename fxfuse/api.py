@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from . import engine, library, torch_private
 from .chain import chain_names
 from .options import Options, split
+from .preserved import preserved
 from .report import Report
 
 Seen = Callable[[fx.Graph, fx.Graph], None]
@@ -24,7 +25,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """What `torch.compile(model, backend="fxfuse")` would fuse when called with these arguments, and why not the rest.
 
     Captures every graph under the caller's grad mode, across graph breaks, on fake tensors: no kernel runs, no machine code is made, and
-    parameters and buffers stay as they are. Where the model needs real data to go on (`if x.sum() > 0`), the report holds what was
+    whatever the model, its modules and the arguments hold is as before, to the very object (globals that the model assigns to are not). Where the model needs real data to go on (`if x.sum() > 0`), the report holds what was
     captured so far and `report.stopped` names the line. Options are read from the `FXFUSE_*` variables.
     Raises OptionError for a bad variable, and what the model itself raises on these arguments.
     """
@@ -50,13 +51,15 @@ def explained(
 
     def capture(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         report.extend(_explained(gm, options, seen))
-        # A model held in a closure brings real tensors: they are not to be written to.
+        # Attributes that are neither parameters nor buffers are real tensors: they are not to be written to.
         return lambda *inputs: gm(*torch_private.faked(inputs, mode))
 
-    with mode, torch_private.RealAsFake(mode), torch_private.preserved(model), torch_private.static_capture():
+    with mode, torch_private.RealAsFake(mode), preserved(model, args, kwargs) as modules, torch_private.static_capture():
+        for module in modules:
+            torch_private.put_on_fakes(module, mode)
         args, kwargs = torch_private.faked((args, kwargs), mode)
         try:
-            torch.compile(_on_fake_state(model, mode), backend=capture, dynamic=dynamic or None)(*args, **kwargs)
+            torch.compile(_as_new(model), backend=capture, dynamic=dynamic or None)(*args, **kwargs)
         except Exception as error:
             if not torch_private.needs_data(error):
                 raise
@@ -108,20 +111,13 @@ def _mark_inputs(graph: fx.Graph) -> None:
             node.meta["val"] = value.detach().requires_grad_()
 
 
-def _on_fake_state(model: Callable[..., Any], mode: Any) -> Callable[..., Any]:
-    """The model as a new function that runs on fake copies of its parameters and buffers; a plain function is just called."""
-    module = isinstance(model, nn.Module)
-    state = torch_private.faked({**dict(model.named_parameters()), **dict(model.named_buffers())}, mode) if module else {}
-    for tensor in state.values():
-        # As a compilation marks a module's own: under dynamic shapes the inputs' sizes alone vary.
-        torch._dynamo.mark_static(tensor)
-        torch._dynamo.mark_static_address(tensor, guard=False)
+def _as_new(model: Callable[..., Any]) -> Callable[..., Any]:
+    """The model as a function that Dynamo has not seen: it keeps what it compiled, and which sizes vary, by code object."""
 
-    def on_fake_state(*args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(model, state, args, kwargs) if module else model(*args, **kwargs)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
 
-    # Dynamo keeps what it compiled, and which sizes vary, by code object: a fresh one keeps one explain from the next.
-    return types.FunctionType(on_fake_state.__code__.replace(), globals(), closure=on_fake_state.__closure__)
+    return types.FunctionType(called.__code__.replace(), globals(), closure=called.__closure__)
 
 
 def _explained(gm: fx.GraphModule, options: Options, seen: Seen | None) -> Report:

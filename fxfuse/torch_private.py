@@ -6,7 +6,6 @@ schemas (`torch._C.FunctionSchema`), `torch._C._nn`, `torch.utils._pytree`, and 
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import sys
@@ -180,29 +179,26 @@ def uncompiled(model: Any) -> Any:
     return getattr(model, "_torchdynamo_orig_callable", model)
 
 
-@contextmanager
-def preserved(model: Any) -> Iterator[None]:
-    """Within it, no part of the model runs compiled code; behind it, every module has the attributes it had before.
+def put_on_fakes(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Gives a module fake parameters and buffers, and children that are not compiled; how it was is for the caller to put back.
 
-    A forward that assigns or appends (`self.cache = ...`, `self.seen.append(...)`) would leave fake tensors in the user's model.
+    Written past nn.Module's own `__setattr__`, which would refuse what is no Parameter; under `torch.func.functional_call` a forward that
+    deletes a parameter could not be captured, and the parameters of modules in a closure would stay real.
     """
-    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)] if isinstance(model, nn.Module) else []
-    containers = [container for module in modules for container in _containers(module)]
-    saved = [(container, copy.copy(container)) for container in containers]
-    try:
-        for module in modules:
-            module._modules.update({name: uncompiled(child) for name, child in module._modules.items()})
-            module._compiled_call_impl = None
-        yield
-    finally:
-        for current, before in saved:
-            current.clear()
-            (current.extend if isinstance(current, list) else current.update)(before)
-
-
-def _containers(module: nn.Module) -> list[Any]:
-    """What holds a module's state: its attributes, and those of them that are lists, dicts or sets (parameters and children among them)."""
-    return [vars(module), *(value for value in vars(module).values() if isinstance(value, (list, dict, set)))]
+    state = vars(module)
+    for tensors in (state.get("_parameters", {}), state.get("_buffers", {})):
+        for name, tensor in tensors.items():
+            if tensor is None or isinstance(tensor, FakeTensor):
+                continue
+            tensors[name] = fake = mode.from_tensor(tensor)
+            # As a compilation marks a module's own: under dynamic shapes the inputs' sizes alone vary.
+            torch._dynamo.mark_static(fake)
+            torch._dynamo.mark_static_address(fake, guard=False)
+    for name, child in state.get("_modules", {}).items():
+        if uncompiled(child) is not child:
+            state["_modules"][name] = uncompiled(child)
+    if state.get("_compiled_call_impl") is not None:
+        state["_compiled_call_impl"] = None
 
 
 def static_capture() -> AbstractContextManager[None]:

@@ -137,11 +137,9 @@ def test_nothing_is_left_behind(form: str) -> None:
         assert torch.equal(value, before[name]), name
     assert all(value is parameters[name] for name, value in model.named_parameters())
     for name, (value, data) in tensors.items():
-        if form == "module":
-            assert getattr(model, name) is value, name
+        assert getattr(model, name) is value, name
         assert torch.equal(value, data), name
-    if form == "module":
-        assert (model.seen, model.by_name) == ([], {})
+    assert (model.seen, model.by_name) == ([], {})
 
 
 class CompiledWithin(nn.Module):
