@@ -26,7 +26,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     Captures every graph under the caller's grad mode, across graph breaks, on fake tensors: no kernel runs, no machine code is made, and
     whatever the model, its modules and the arguments hold is as before, to the very object (globals that the model assigns to are not). Where the model needs real data to go on (`if x.sum() > 0`), the report holds what was
-    captured so far and `report.stopped` names the line. Options are read from the `FXFUSE_*` variables.
+    captured so far and `report.stopped` names the line; where no graph is captured at all (Dynamo is off), it says why. Options are read from the `FXFUSE_*` variables.
     Raises OptionError for a bad variable, and what the model itself raises on these arguments.
     """
     return explained(model, args, kwargs, split(None, chain_names())[0])
@@ -44,8 +44,10 @@ def explained(
 
     seen: is given each graph before and after rewriting.
     """
+    if off := torch_private.turned_off():
+        return Report(stopped=_uncaptured(off))
     options = dataclasses.replace(options, strict=False)
-    report = Report()
+    report, around = Report(), torch_private.modes_around()
 
     model, mode = torch_private.uncompiled(model), torch_private.new_fake_mode()
 
@@ -64,7 +66,20 @@ def explained(
             if not torch_private.needs_data(error):
                 raise
             report.stopped = f"the model needs the data of a tensor {torch_private.user_line(error)}"
+    if not report.graphs and report.stopped is None:
+        disabled = "torch.compiler.disable on the model's forward" if torch_private.is_disabled(model) else ""
+        report.stopped = _uncaptured(around or disabled)
     return report
+
+
+def _uncaptured(off: str) -> str:
+    """Why there is no graph to look at. off: what turned Dynamo off, where that can be told."""
+    if off:
+        return f"{off} turns torch.compile off, so no graph was captured: run without it"
+    return (
+        "Dynamo captured no graph, so nothing was looked at: the model runs no tensor op, or all of them where torch.compile does not go "
+        "(torch.compiler.disable, code that Dynamo skips, errors under suppress_errors); TORCH_LOGS=graph_breaks,dynamo names the lines"
+    )
 
 
 def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[fx.GraphModule, Report]:

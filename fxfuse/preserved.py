@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import operator
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,15 +24,18 @@ log = logging.getLogger(__name__)
 
 # Loggers, locks, threads and what torch keeps for itself are no state of a model's; that of the standard library's containers is.
 FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", __package__}
-OWN_OF_FOREIGN = (nn.Module, SimpleNamespace)
+OWN_OF_FOREIGN = (nn.Module, SimpleNamespace, UserDict, UserList)
 OPAQUE = (torch.Tensor, torch.jit.ScriptModule)
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 ABSENT = object()
 
 
-@dataclass(frozen=True)
-class _State:
-    """Entries of a thing, which are compared by identity, and how they are put back."""
+# How entries, which are compared by identity, are read from a thing and put back.
+Way = tuple[Callable[[Any], list[Any]], Callable[[Any, list[Any]], None]]
+
+
+class _State(NamedTuple):
+    """A thing, and one way to its entries."""
 
     thing: Any
     read: Callable[[Any], list[Any]]
@@ -71,23 +73,25 @@ def _reachable(roots: Iterable[Any]) -> list[Any]:
     waiting = list(roots)
     while waiting:
         thing = waiting.pop()
-        if type(thing) in ATOMS or id(thing) in seen or not _is_own(thing):
+        if id(thing) in seen or not _is_own(thing):
             continue
         seen[id(thing)] = thing
-        waiting += _held(thing)
+        waiting += [held for held in _held(thing) if type(held) not in ATOMS]
     return list(seen.values())
 
 
 def _is_own(thing: Any) -> bool:
-    """Whether a thing's state counts as the model's."""
+    """Whether a thing's state counts as the model's; functions and classes are judged by where they are written, others by their class."""
     kind = type(thing)
+    return _is_own_kind(kind) if not issubclass(kind, (type, FunctionType)) else _package(thing) not in FOREIGN
+
+
+@lru_cache(maxsize=1024)
+def _is_own_kind(kind: type) -> bool:
     if issubclass(kind, OPAQUE):
         return False
-    if issubclass(kind, (*CONTAINERS, tuple, frozenset, MethodType, partial, *OWN_OF_FOREIGN)):
-        return True
-    home = thing if issubclass(kind, (type, FunctionType)) else kind
-    # UserDict and its like.
-    return _package(home) not in FOREIGN or getattr(home, "__module__", None) == "collections"
+    known = (*CONTAINERS, tuple, frozenset, MethodType, partial, *OWN_OF_FOREIGN)
+    return issubclass(kind, known) or _package(kind) not in FOREIGN
 
 
 def _package(home: Any) -> str:
@@ -121,18 +125,19 @@ def _attributes(thing: Any) -> dict[str, Any] | None:
 
 
 def _states(thing: Any) -> list[_State]:
-    kind = type(thing)
+    return [_State(thing, read, write) for read, write in _ways(type(thing))]
+
+
+@lru_cache(maxsize=1024)
+def _ways(kind: type) -> tuple[Way, ...]:
+    """How the state of a class's instances, apart from their dictionaries, is read and written."""
     if issubclass(kind, type):
-        return [_State(thing, _read_class, _write_class)]
-    found = [_State(thing, *CONTAINERS[base]) for base in _base_of(kind)]
+        return ((_read_class, _write_class),)
+    # An OrderedDict is a dict whose order the methods of dict would break: the most special base counts.
+    ways = [way for base, way in CONTAINERS.items() if issubclass(kind, base)][:1]
     slotted = [cls for cls in kind.__mro__ if "__slots__" in vars(cls)]
     slots = [slot for cls in slotted for slot in vars(cls).values() if type(slot) is MemberDescriptorType]
-    return [*found, _State(thing, partial(_read_slots, slots), partial(_write_slots, slots))] if slots else found
-
-
-def _base_of(kind: type) -> list[type]:
-    """The built-in container that a class derives from; an OrderedDict is a dict whose order the methods of dict would break."""
-    return [base for base in CONTAINERS if issubclass(kind, base)][:1]
+    return (*ways, (partial(_read_slots, slots), partial(_write_slots, slots))) if slots else tuple(ways)
 
 
 def _read_slots(slots: list[MemberDescriptorType], thing: Any) -> list[Any]:
@@ -209,7 +214,7 @@ def _read_all(iterate: Callable[[Any], Iterator[Any]], thing: Any) -> list[Any]:
 
 
 # How each kind of container is read and written, the most special first.
-CONTAINERS: dict[type, tuple[Callable[[Any], list[Any]], Callable[[Any, list[Any]], None]]] = {
+CONTAINERS: dict[type, Way] = {
     **{base: (partial(_read_mapping, base), partial(_write_mapping, base)) for base in (OrderedDict, dict)},
     list: (partial(_read_all, list.__iter__), partial(_write_all, list.clear, list.extend)),
     set: (partial(_read_all, set.__iter__), partial(_write_all, set.clear, set.update)),
