@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 import torch._inductor.compile_fx
 from models import ConvGeluPool, ConvNormPoolGelu, fused_nodes, reasons
 from torch import fx, nn
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis
 from torch._dynamo.utils import counters
 
 import fxfuse
@@ -246,6 +248,49 @@ def test_an_exception_of_inductors_own_is_raised_once_and_not_logged(inductor_ca
     with pytest.raises(BackendCompilerFailed, match="not for any graph"):
         call(nn.ReLU())
     assert not [record for record in caplog.records if record.name.startswith("fxfuse")]
+
+
+@pytest.fixture
+def record_of(tmp_path: Path) -> Callable[[], dict[str, Any]]:
+    """What the dump in `tmp_path` says of its only graph."""
+    return lambda: json.loads(next(tmp_path.glob("*/report.json")).read_text())
+
+
+def test_where_the_original_graph_fails_too_that_is_what_is_raised(inductor_calls, tmp_path, record_of, monkeypatch, caplog):
+    """As without fxfuse: nothing of ours in the log, in the exception's context or in the counters."""
+
+    def compile_fx(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+        raise RuntimeError("not with the op" if fused_nodes(gm.graph) else "not for any graph")
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    kept = fxfuse.reports()
+    with pytest.raises(BackendCompilerFailed, match="not for any graph") as raised:
+        call(options={"fxfuse.dump": str(tmp_path), **ALWAYS})
+    error: BaseException | None = raised.value
+    while error is not None:
+        assert "not with the op" not in str(error)
+        error = error.__cause__ or error.__context__
+    assert not [record for record in caplog.records if record.name.startswith("fxfuse")]
+    assert not counters["fxfuse"] and not counters["fxfuse_declined"] and fxfuse.reports() == kept
+    assert (record_of()["fused"], record_of()["stopped"]) == ([], "RuntimeError: not for any graph")
+
+
+def test_a_restart_that_only_the_original_asks_for_is_one(inductor_calls, monkeypatch, caplog):
+    """Dynamo traces once more; the graph that it brings then is compiled and reported as any other."""
+    asked: list[bool] = []
+
+    def compile_fx(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+        if fused_nodes(gm.graph):
+            raise RuntimeError("not with the op")
+        if not asked:
+            asked.append(True)
+            raise TensorifyScalarRestartAnalysis
+        return gm.forward
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    call(options=ALWAYS)
+    assert [record.levelno for record in caplog.records if record.name == "fxfuse.backend"] == [logging.ERROR]
+    assert fxfuse.reports()[-1].stopped.startswith("Inductor does not compile the graph with conv_gelu_pool fused")
 
 
 def test_a_missing_library_is_told_and_the_model_runs(inductor_calls, given_graphs, monkeypatch):
