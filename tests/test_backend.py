@@ -89,6 +89,30 @@ def test_is_listed_and_needs_no_registration() -> None:
     assert "fxfuse" in torch._dynamo.list_backends()
 
 
+def test_the_module_is_the_backend_too(inductor_calls, monkeypatch):
+    """As the string: options, the checks of them, and what `torch._dynamo.reset()` asks for."""
+    x, model = image(), ConvGeluPool()
+    for options, ops in ((ALWAYS, 1), ({"fxfuse.mode": "max-autotune", "fxfuse.select": "never"}, 0), (None, 0)):
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(model, backend=fxfuse, options=options)(x), model(x))
+        assert len(fused_nodes(inductor_calls[-1].graph)) == ops
+    assert inductor_calls[1].config == torch._inductor.list_mode_options("max-autotune")
+    torch._dynamo.reset()
+    torch.compile(model, backend=fxfuse, mode="max-autotune-no-cudagraphs")(x)
+    assert inductor_calls[-1].config == torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+    with pytest.raises(BackendCompilerFailed, match="unknown option 'fxfuse.selct'"):
+        torch._dynamo.reset()
+        torch.compile(model, backend=fxfuse, options={"fxfuse.selct": 1})(x)
+    resets: list[int] = []
+    monkeypatch.setattr(backend.fxfuse, "reset", lambda: resets.append(1))
+    for given in ("fxfuse", fxfuse):
+        torch._dynamo.reset()
+        resets.clear()
+        torch.compile(model, backend=given)(x)
+        torch._dynamo.reset()
+        assert resets == [1], given
+
+
 def test_the_rewritten_graph_goes_to_inductor_and_is_counted(inductor_calls, given_graphs):
     call(options=ALWAYS)
     assert len(fused_nodes(inductor_calls[0].graph)) == 1
@@ -136,6 +160,10 @@ def test_inductors_options_go_through_and_fxfuses_do_not(inductor_calls):
 
 REFUSED = [
     ({"options": {"fxfuse.selct": "always"}}, "unknown option 'fxfuse.selct'; the nearest is 'fxfuse.select'"),
+    ({"options": ["fxfuse.select"]}, "options=.* is of type list, not a mapping; give names and values"),
+    ({"options": "fxfuse.select"}, "options='fxfuse.select' is of type str, not a mapping"),
+    ({"options": {3: 4}}, "options has the key 3 of type int, and keys are strings"),
+    ({"options": {"fxfuse": {"select": "always"}}}, "unknown option 'fxfuse'; each option has a key of its own: fxfuse.select, "),
     ({"options": {"fxfuse.select": "sometimes"}}, "fxfuse.select='sometimes' is not one of auto, always, tail, never"),
     ({"options": {"fuse": 1}}, "Unexpected optimization option fuse"),
     ({"options": {"max_autotune": "yes"}}, "Unexpected type of attr max_autotune"),
