@@ -1,6 +1,6 @@
 """fxfuse: a torch.compile backend that fuses chains around a convolution into single CUDA and CPU ops.
 
-    compiled = torch.compile(model, backend="fxfuse")     # no import of fxfuse needed
+    compiled = torch.compile(model, backend="fxfuse")     # no import of fxfuse needed; backend=fxfuse is the same
     print(fxfuse.explain(model, x))                       # what would be fused, and why the rest would not
     print(*fxfuse.reports())                              # what the compilations of this process did
     fused, report = fxfuse.rewrite(graph_module, x)       # the FX pass alone, on a traced graph
@@ -13,8 +13,10 @@ Importing this package touches no device and compiles nothing.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,3 +82,18 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'fxfuse' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+class _Backend(ModuleType):
+    """This module, which is its backend too: `torch.compile(model, backend=fxfuse)`."""
+
+    def __call__(self, gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        """`fxfuse.backend.fxfuse`."""
+        return import_module(".backend", __name__).fxfuse(gm, example_inputs, **kwargs)
+
+    def reset(self) -> None:
+        """What `torch._dynamo.reset()` asks of a backend."""
+        import_module(".backend", __name__).fxfuse.reset()
+
+
+sys.modules[__name__].__class__ = _Backend

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from . import engine, library, torch_private
 from .chain import chain_names
 from .options import Options, split
+from .preserved import preserved
 from .report import Report
 
 Seen = Callable[[fx.Graph, fx.Graph], None]
@@ -24,8 +25,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """What `torch.compile(model, backend="fxfuse")` would fuse when called with these arguments, and why not the rest.
 
     Captures every graph under the caller's grad mode, across graph breaks, on fake tensors: no kernel runs, no machine code is made, and
-    parameters and buffers stay as they are. Where the model needs real data to go on (`if x.sum() > 0`), the report holds what was
-    captured so far and `report.stopped` names the line. Options are read from the `FXFUSE_*` variables.
+    whatever the model, its modules and the arguments hold is as before, to the very object (globals that the model assigns to are not). Where the model needs real data to go on (`if x.sum() > 0`), the report holds what was
+    captured so far and `report.stopped` names the line; where no graph is captured at all (Dynamo is off), it says why. Options are read from the `FXFUSE_*` variables.
     Raises OptionError for a bad variable, and what the model itself raises on these arguments.
     """
     return explained(model, args, kwargs, split(None, chain_names())[0])
@@ -43,25 +44,42 @@ def explained(
 
     seen: is given each graph before and after rewriting.
     """
+    if off := torch_private.turned_off():
+        return Report(stopped=_uncaptured(off))
     options = dataclasses.replace(options, strict=False)
-    report = Report()
+    report, around = Report(), torch_private.modes_around()
 
     model, mode = torch_private.uncompiled(model), torch_private.new_fake_mode()
 
     def capture(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         report.extend(_explained(gm, options, seen))
-        # A model held in a closure brings real tensors: they are not to be written to.
+        # Attributes that are neither parameters nor buffers are real tensors: they are not to be written to.
         return lambda *inputs: gm(*torch_private.faked(inputs, mode))
 
-    with mode, torch_private.RealAsFake(mode), torch_private.preserved(model), torch_private.static_capture():
+    with mode, torch_private.RealAsFake(mode), preserved(model, args, kwargs) as modules, torch_private.static_capture():
+        for module in modules:
+            torch_private.put_on_fakes(module, mode)
         args, kwargs = torch_private.faked((args, kwargs), mode)
         try:
-            torch.compile(_on_fake_state(model, mode), backend=capture, dynamic=dynamic or None)(*args, **kwargs)
+            torch.compile(_as_new(model), backend=capture, dynamic=dynamic or None)(*args, **kwargs)
         except Exception as error:
             if not torch_private.needs_data(error):
                 raise
             report.stopped = f"the model needs the data of a tensor {torch_private.user_line(error)}"
+    if not report.graphs and report.stopped is None:
+        disabled = "torch.compiler.disable on the model's forward" if torch_private.is_disabled(model) else ""
+        report.stopped = _uncaptured(around or disabled)
     return report
+
+
+def _uncaptured(off: str) -> str:
+    """Why there is no graph to look at. off: what turned Dynamo off, where that can be told."""
+    if off:
+        return f"{off} turns torch.compile off, so no graph was captured: run without it"
+    return (
+        "Dynamo captured no graph, so nothing was looked at: the model runs no tensor op, or all of them where torch.compile does not go "
+        "(torch.compiler.disable, code that Dynamo skips, errors under suppress_errors); TORCH_LOGS=graph_breaks,dynamo names the lines"
+    )
 
 
 def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[fx.GraphModule, Report]:
@@ -108,20 +126,13 @@ def _mark_inputs(graph: fx.Graph) -> None:
             node.meta["val"] = value.detach().requires_grad_()
 
 
-def _on_fake_state(model: Callable[..., Any], mode: Any) -> Callable[..., Any]:
-    """The model as a new function that runs on fake copies of its parameters and buffers; a plain function is just called."""
-    module = isinstance(model, nn.Module)
-    state = torch_private.faked({**dict(model.named_parameters()), **dict(model.named_buffers())}, mode) if module else {}
-    for tensor in state.values():
-        # As a compilation marks a module's own: under dynamic shapes the inputs' sizes alone vary.
-        torch._dynamo.mark_static(tensor)
-        torch._dynamo.mark_static_address(tensor, guard=False)
+def _as_new(model: Callable[..., Any]) -> Callable[..., Any]:
+    """The model as a function that Dynamo has not seen: it keeps what it compiled, and which sizes vary, by code object."""
 
-    def on_fake_state(*args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(model, state, args, kwargs) if module else model(*args, **kwargs)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
 
-    # Dynamo keeps what it compiled, and which sizes vary, by code object: a fresh one keeps one explain from the next.
-    return types.FunctionType(on_fake_state.__code__.replace(), globals(), closure=on_fake_state.__closure__)
+    return types.FunctionType(called.__code__.replace(), globals(), closure=called.__closure__)
 
 
 def _explained(gm: fx.GraphModule, options: Options, seen: Seen | None) -> Report:

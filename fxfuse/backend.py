@@ -59,15 +59,18 @@ def _fused_and_compiled(
         return report, precision.compiled(gm, example_inputs, lambda inputs: _compiled(gm, inputs, inductor))
     except torch_private.Restart:
         raise  # this attempt is void; the next one reports
-    except Exception:
+    except Exception as error:
         if own.strict or gm.graph is original:
             raise
-        chains = ", ".join(sorted({record.chain for record in report.fused}))
-        log.exception("fxfuse: Inductor does not compile the graph with %s fused; compiling it as it was. Please report this.", chains)
-        gm.graph = original
-        report.fused.clear()
-        report.stopped = f"Inductor does not compile the graph with {chains} fused; the log holds the exception"
-        return report, inductor(gm, example_inputs)
+        failure = error
+    # Outside the handler: what the original raises is raised as it would be without fxfuse, with nothing in its context.
+    chains = ", ".join(sorted({record.chain for record in report.fused}))
+    gm.graph = original
+    report.fused.clear()
+    compiled = inductor(gm, example_inputs)
+    report.stopped = f"Inductor does not compile the graph with {chains} fused; the log holds the exception"
+    log.error("fxfuse: Inductor compiles the graph, but not with %s fused: it stays as it was. Please report this.", chains, exc_info=failure)
+    return report, compiled
 
 
 def fuse_in_place(gm: fx.GraphModule, options: Options, timer: Timer | None = None) -> Report:

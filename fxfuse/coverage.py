@@ -43,9 +43,10 @@ class Coverage:
         return {"graphs": dict(self.graphs), "fused": dict(self.fused), "reasons": reasons, "stopped": dict(self.stopped)}
 
     def __str__(self) -> str:
-        """The table; a sentence where there was no graph."""
+        """The table; a sentence where there was no graph. Then what stopped fxfuse."""
+        stopped = [f"stopped, {times} time{'' if times == 1 else 's'}: {sentence}" for sentence, times in sorted(self.stopped.items())]
         if not self.graphs.total():
-            return 'no graph was compiled through backend="fxfuse" or explained with assert_fused'
+            return "\n".join(['no graph was compiled through backend="fxfuse" or explained with assert_fused', *stopped])
         from tabulate import tabulate
 
         rows = [self._row(chain) for chain in sorted(self.reasons)]
@@ -53,7 +54,6 @@ class Coverage:
         ways = ", ".join(f"{count} {how}" for how, count in sorted(self.graphs.items()) if count)
         total = self.graphs.total()
         table = tabulate(rows, headers, "simple_grid", maxcolwidths=[None, None, None, None, 72])
-        stopped = [f"stopped, {times} time{'' if times == 1 else 's'}: {sentence}" for sentence, times in sorted(self.stopped.items())]
         return "\n".join([f"{total} graph{'' if total == 1 else 's'}: {ways}", table, *stopped])
 
     def _row(self, chain: str) -> tuple[Any, ...]:

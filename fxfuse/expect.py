@@ -12,20 +12,22 @@ from .report import Declined, Fused, Report, short
 
 @dataclass(frozen=True)
 class Unmet:
-    """An expectation that does not hold, with the chain's records. absent: why there is no declined candidate to show; else empty."""
+    """An expectation that does not hold, with the chain's records. absent: why there is no declined candidate to show; else empty.
+    looked: whether any graph was there to look at: an expectation of a model of which nothing was captured never holds."""
 
     chain: str
     expected: int
     fused: tuple[Fused, ...]
     declined: tuple[Declined, ...]
     absent: str
+    looked: bool = True
 
     @property
     def headline(self) -> str:
         """What was expected and what was found."""
         wanted = f"to be fused {_times(self.expected)}" if self.expected else "not to be fused"
-        counts = f"fused {_times(len(self.fused))} and declined {_times(len(self.declined))}"
-        return f"expected {self.chain} {wanted}, found it {counts}" + (f": {self.absent}" if self.absent else "")
+        counts = f"it fused {_times(len(self.fused))} and declined {_times(len(self.declined))}" if self.looked else "no graph"
+        return f"expected {self.chain} {wanted}, found {counts}" + (f": {self.absent}" if self.absent else "")
 
     def __str__(self) -> str:
         """The headline with every record of the chain: where it was fused, where it was declined and why."""
@@ -48,19 +50,20 @@ def check(expected: Mapping[str, int]) -> None:
 def unmet(report: Report, expected: Mapping[str, int], options: Options) -> list[Unmet]:
     """The expectations that do not hold; chains that are not named in `expected` are not looked at."""
     found = (_found(report, chain, expected[chain.name], options) for chain in chains() if chain.name in expected)
-    return [one for one in found if len(one.fused) != one.expected]
+    return [one for one in found if len(one.fused) != one.expected or not one.looked]
 
 
 def _found(report: Report, chain: Chain, times: int, options: Options) -> Unmet:
     fused = tuple(record for record in report.fused if record.chain == chain.name)
     declined = tuple(record for record in report.declined if record.chain == chain.name)
-    missing = len(fused) < times and not declined
-    return Unmet(chain.name, times, fused, declined, _absent(report, chain, bool(fused), options) if missing else "")
+    looked = report.graphs > 0
+    missing = not looked or (len(fused) < times and not declined)
+    return Unmet(chain.name, times, fused, declined, _absent(report, chain, bool(fused), options) if missing else "", looked)
 
 
 def _absent(report: Report, chain: Chain, some: bool, options: Options) -> str:
     """Why no candidate was there to decline."""
-    if options.passes is not None and chain.name not in options.passes:
+    if report.graphs and options.passes is not None and chain.name not in options.passes:
         return "fxfuse.passes leaves it out"
     if report.stopped:
         return f"stopped: {report.stopped}"

@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="CHAIN=N",
-        help="exit code 1 unless CHAIN is fused N times; repeatable",
+        help="exit code 1 unless CHAIN is fused N times, or where no graph is captured; repeatable",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report, the device and versions to this file")
     parser.add_argument(

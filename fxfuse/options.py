@@ -54,11 +54,12 @@ class Options:
 def split(options: Mapping[str, Any] | None, known_passes: tuple[str, ...]) -> tuple[Options, dict[str, Any]]:
     """fxfuse's own options, checked, and the rest, which is Inductor's to check.
 
-    Raises OptionError for an unknown `fxfuse.*` key, an option of fxfuse's without that prefix, or a value that the option does not take.
+    Raises OptionError where `options` is no mapping by name, for an unknown `fxfuse.*` key, an option of fxfuse's without that prefix, or a value
+    that the option does not take.
     """
-    given = dict(options or {})
-    own = {key[len(PREFIX) :]: given.pop(key) for key in list(given) if str(key).startswith(PREFIX)}
     names = [field.name for field in fields(Options)]
+    given = _by_name(options, names)
+    own = {key[len(PREFIX) :]: given.pop(key) for key in list(given) if key.startswith(PREFIX)}
     for name in own:
         if name not in names:
             nearest = (difflib.get_close_matches(name, names, n=1, cutoff=0.0) or names)[0]
@@ -66,16 +67,31 @@ def split(options: Mapping[str, Any] | None, known_passes: tuple[str, ...]) -> t
                 f"unknown option {PREFIX + name!r}; the nearest is {PREFIX + nearest!r}; fxfuse takes {', '.join(PREFIX + n for n in names)}"
             )
     for key in given:
-        name = str(key).removeprefix("fxfuse_")
+        name = key.removeprefix("fxfuse_")
         if name in names:
             raise OptionError(f"unknown option {key!r}; fxfuse's option is {PREFIX + name!r}")
     values = {}
     for name in names:
         variable = f"FXFUSE_{name.upper()}"
         source, value = (PREFIX + name, own[name]) if name in own else (variable, os.environ.get(variable))
-        if value is not None and value != "":
+        if value is not None and not (isinstance(value, str) and value == ""):
             values[name] = _READ[name](source, value, known_passes)
     return Options(**values), given
+
+
+def _by_name(options: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The options as a new dictionary; raises OptionError where they are not values by name, each option with a key of its own."""
+    example = f"give names and values, such as options={{'{PREFIX}select': 'always'}}"
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise OptionError(f"options={options!r} is of type {type(options).__name__}, not a mapping; {example}")
+    for key in options:
+        if not isinstance(key, str):
+            raise OptionError(f"options has the key {key!r} of type {type(key).__name__}, and keys are strings; {example}")
+    if PREFIX[:-1] in options:
+        raise OptionError(f"unknown option {PREFIX[:-1]!r}; each option has a key of its own: {', '.join(PREFIX + name for name in names)}")
+    return dict(options)
 
 
 def _one_of(names: Sequence[str], source: str, value: Any, _: tuple[str, ...]) -> str:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,15 @@ class _Counting:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_sep("=", "fxfuse coverage")
         terminalreporter.write_line(str(self.coverage))
+        if "torch" in sys.modules and not self.coverage.graphs.total() and not self.coverage.stopped:
+            self._write_why_none(terminalreporter)
         if self.lost:
             workers = f"{self.lost} pytest-xdist worker{'' if self.lost == 1 else 's'}"
             terminalreporter.write_line(f"{workers} crashed: what they counted is missing")
+
+    def _write_why_none(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """With Dynamo off no compilation reaches fxfuse, which could count it."""
+        from . import torch_private
+
+        if off := torch_private.turned_off():
+            terminalreporter.write_line(f"{off} turns torch.compile off")

@@ -35,7 +35,8 @@ def assert_fused(
     there: with gradients on, "auto" declines chains, and the message says torch.no_grad().
 
     args: the model's arguments as a tuple or list; anything else is its only argument. kwargs: its keyword arguments.
-    expected: chain name -> times, exactly. 0: none may be fused. Chains that are not named are not checked.
+    expected: chain name -> times, exactly. 0: none may be fused. Chains that are not named are not checked. Where no graph is captured, as with
+    Dynamo turned off, no expectation holds, 0 neither.
     options: as torch.compile takes them; `fxfuse.select` decides on which terms a chain counts as fused. By default ("auto") that is where
     it is predicted to be no slower on this device; under "always" wherever a kernel exists, so that only the model decides.
     dynamic: with every size symbolic.
@@ -64,6 +65,6 @@ def _message(unmet: Sequence[expect.Unmet], stopped: str | None) -> str:
         parts.append(declined_table(declined))
     if fused:
         parts.append(fused_table(fused))
-    if stopped:
+    if stopped and unmet[0].looked:  # else the headline says it
         parts.append(f"stopped: {stopped}")
     return "\n\n".join(parts)

@@ -6,13 +6,13 @@ schemas (`torch._C.FunctionSchema`), `torch._C._nn`, `torch.utils._pytree`, and 
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # Raised where fake tensors cannot stand in for data.
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
@@ -175,42 +175,74 @@ def outside_compilation() -> Iterator[None]:
 
 
 def uncompiled(model: Any) -> Any:
-    """What `torch.compile` wrapped, if it did: running compiled code on fake tensors would read their memory."""
+    """What `torch.compile` wrapped, if it did: running compiled code on fake tensors would read their memory.
+
+    As `torch.compile` itself it looks through `torch.compiler.disable` around a function or module, but not around a method.
+    """
+    if isinstance(model, MethodType):
+        original = getattr(model.__func__, "_torchdynamo_orig_callable", None)
+        return model if original is None or is_disabled(model) else MethodType(original, model.__self__)
     model = getattr(model, "_orig_mod", model)
     return getattr(model, "_torchdynamo_orig_callable", model)
 
 
-@contextmanager
-def preserved(model: Any) -> Iterator[None]:
-    """Within it, no part of the model runs compiled code; behind it, every module has the attributes it had before.
+def is_disabled(model: Any) -> bool:
+    """Whether `torch.compiler.disable` is around a function, or around a module or its forward; it leaves no public mark."""
+    return any(getattr(function, "_torchdynamo_disable", False) for function in (model, getattr(model, "forward", None)))
 
-    A forward that assigns or appends (`self.cache = ...`, `self.seen.append(...)`) would leave fake tensors in the user's model.
+
+def turned_off() -> str:
+    """What keeps `torch.compile` from compiling anything now, as its user wrote it; empty where nothing does. Nothing public tells."""
+    stance = torch._dynamo.eval_frame._stance
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCHDYNAMO_DISABLE=1"
+    if torch._dynamo.config.disable:
+        return "TORCH_COMPILE_DISABLE=1" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "torch._dynamo.config.disable"
+    if stance.stance in ("force_eager", "eager_on_recompile", "fail_on_recompile"):
+        return f'torch.compiler.set_stance("{stance.stance}")'
+    return "" if stance.backend in (None, "fxfuse") else f"torch.compiler.set_stance(force_backend={stance.backend!r})"
+
+
+def modes_around() -> str:
+    """The names of the torch dispatch modes around this code under which Dynamo captures nothing; there is no public list."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if not (mode.is_infra_mode() or mode.ignore_compile_internals())]
+    return ", ".join(type(mode).__name__ for mode in modes)
+
+
+def put_on_fakes(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Gives a module fake parameters and buffers, and children that are not compiled; how it was is for the caller to put back.
+
+    Written past nn.Module's own `__setattr__`, which would refuse what is no Parameter; under `torch.func.functional_call` a forward that
+    deletes a parameter could not be captured, and the parameters of modules in a closure would stay real.
     """
-    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)] if isinstance(model, nn.Module) else []
-    containers = [container for module in modules for container in _containers(module)]
-    saved = [(container, copy.copy(container)) for container in containers]
-    try:
-        for module in modules:
-            module._modules.update({name: uncompiled(child) for name, child in module._modules.items()})
-            module._compiled_call_impl = None
-        yield
-    finally:
-        for current, before in saved:
-            current.clear()
-            (current.extend if isinstance(current, list) else current.update)(before)
+    state = vars(module)
+    for tensors in (state.get("_parameters", {}), state.get("_buffers", {})):
+        for name, tensor in tensors.items():
+            if tensor is None or isinstance(tensor, FakeTensor):
+                continue
+            tensors[name] = fake = mode.from_tensor(tensor)
+            # As a compilation marks a module's own: under dynamic shapes the inputs' sizes alone vary.
+            torch._dynamo.mark_static(fake)
+            torch._dynamo.mark_static_address(fake, guard=False)
+    for name, child in state.get("_modules", {}).items():
+        if uncompiled(child) is not child and not is_disabled(child):
+            state["_modules"][name] = uncompiled(child)
+    if state.get("_compiled_call_impl") is not None:
+        state["_compiled_call_impl"] = None
 
 
-def _containers(module: nn.Module) -> list[Any]:
-    """What holds a module's state: its attributes, and those of them that are lists, dicts or sets (parameters and children among them)."""
-    return [vars(module), *(value for value in vars(module).values() if isinstance(value, (list, dict, set)))]
-
-
-def static_capture() -> AbstractContextManager[None]:
+@contextmanager
+def static_capture() -> Iterator[None]:
     """Dynamo with sizes as given and no limit on recompilations: functions behind a graph break share their code with earlier captures.
 
     Floats are constants, as they are once Inductor has asked for another trace: as inputs their data would be needed to go on.
+    A stance that compiles, though later or through a backend of its own, gives way.
     """
-    return torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=2**30, accumulated_recompile_limit=2**30, specialize_float=True)
+    limits = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
+    usual = torch._dynamo.eval_frame._stance == torch._dynamo.eval_frame.DynamoStance()
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, specialize_float=True, **limits):
+        with nullcontext() if usual else torch.compiler.set_stance("default"):
+            yield
 
 
 def user_line(error: BaseException) -> str:

@@ -132,6 +132,11 @@ def needing_data() -> Report:
     return fxfuse.explain(lambda x: x * 2 if x.sum() > 0 else x, torch.zeros(3))
 
 
+def with_dynamo_off(patch: pytest.MonkeyPatch) -> Report:
+    patch.setenv("TORCHDYNAMO_DISABLE", "1")
+    return fxfuse.explain(torch.relu, torch.zeros(3))
+
+
 def of_registered(chain: fxfuse.Chain, run: Callable[..., Any], *inputs: Any) -> Report:
     with fxfuse.register(chain):
         return seen(on_cpu(run, *inputs))
@@ -249,6 +254,8 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch], Report]] = {
     "Inductor is the fastest: ": lambda patch: timed(),
 
     "the model needs the data of a tensor": lambda patch: needing_data(),
+    "turns torch.compile off": lambda patch: with_dynamo_off(patch),
+    "Dynamo captured no graph": lambda patch: fxfuse.explain(lambda x: x, torch.zeros(3)),
     "an exception inside fxfuse: ZeroDivisionError": failing_pass,
     "Inductor does not compile the graph with conv_gelu_pool fused": failing_inductor,
 }

@@ -18,7 +18,7 @@ SOURCES = [path for package in (fxfuse, fxfuse.passes) for path in sorted(Path(p
 # these functions return.
 GENERATORS = ("Iterator[Condition]", "Iterator[Refusal]")
 CALLS = {"declined": 2, "super().__init__": 0, "Choice": 1, "Weighed": 1, "BuildError": 0, "passed_over.append": 0}
-FUNCTIONS = ("_stopped", "_mismatch")
+FUNCTIONS = ("_stopped", "_mismatch", "_uncaptured")
 # First arguments of such calls that say yes.
 TAKEN = ("True", "fastest")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 import torch._inductor.compile_fx
 from models import ConvGeluPool, ConvNormPoolGelu, fused_nodes, reasons
 from torch import fx, nn
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis
 from torch._dynamo.utils import counters
 
 import fxfuse
@@ -87,6 +89,30 @@ def test_is_listed_and_needs_no_registration() -> None:
     assert "fxfuse" in torch._dynamo.list_backends()
 
 
+def test_the_module_is_the_backend_too(inductor_calls, monkeypatch):
+    """As the string: options, the checks of them, and what `torch._dynamo.reset()` asks for."""
+    x, model = image(), ConvGeluPool()
+    for options, ops in ((ALWAYS, 1), ({"fxfuse.mode": "max-autotune", "fxfuse.select": "never"}, 0), (None, 0)):
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(model, backend=fxfuse, options=options)(x), model(x))
+        assert len(fused_nodes(inductor_calls[-1].graph)) == ops
+    assert inductor_calls[1].config == torch._inductor.list_mode_options("max-autotune")
+    torch._dynamo.reset()
+    torch.compile(model, backend=fxfuse, mode="max-autotune-no-cudagraphs")(x)
+    assert inductor_calls[-1].config == torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+    with pytest.raises(BackendCompilerFailed, match="unknown option 'fxfuse.selct'"):
+        torch._dynamo.reset()
+        torch.compile(model, backend=fxfuse, options={"fxfuse.selct": 1})(x)
+    resets: list[int] = []
+    monkeypatch.setattr(backend.fxfuse, "reset", lambda: resets.append(1))
+    for given in ("fxfuse", fxfuse):
+        torch._dynamo.reset()
+        resets.clear()
+        torch.compile(model, backend=given)(x)
+        torch._dynamo.reset()
+        assert resets == [1], given
+
+
 def test_the_rewritten_graph_goes_to_inductor_and_is_counted(inductor_calls, given_graphs):
     call(options=ALWAYS)
     assert len(fused_nodes(inductor_calls[0].graph)) == 1
@@ -134,6 +160,10 @@ def test_inductors_options_go_through_and_fxfuses_do_not(inductor_calls):
 
 REFUSED = [
     ({"options": {"fxfuse.selct": "always"}}, "unknown option 'fxfuse.selct'; the nearest is 'fxfuse.select'"),
+    ({"options": ["fxfuse.select"]}, "options=.* is of type list, not a mapping; give names and values"),
+    ({"options": "fxfuse.select"}, "options='fxfuse.select' is of type str, not a mapping"),
+    ({"options": {3: 4}}, "options has the key 3 of type int, and keys are strings"),
+    ({"options": {"fxfuse": {"select": "always"}}}, "unknown option 'fxfuse'; each option has a key of its own: fxfuse.select, "),
     ({"options": {"fxfuse.select": "sometimes"}}, "fxfuse.select='sometimes' is not one of auto, always, tail, never"),
     ({"options": {"fuse": 1}}, "Unexpected optimization option fuse"),
     ({"options": {"max_autotune": "yes"}}, "Unexpected type of attr max_autotune"),
@@ -246,6 +276,49 @@ def test_an_exception_of_inductors_own_is_raised_once_and_not_logged(inductor_ca
     with pytest.raises(BackendCompilerFailed, match="not for any graph"):
         call(nn.ReLU())
     assert not [record for record in caplog.records if record.name.startswith("fxfuse")]
+
+
+@pytest.fixture
+def record_of(tmp_path: Path) -> Callable[[], dict[str, Any]]:
+    """What the dump in `tmp_path` says of its only graph."""
+    return lambda: json.loads(next(tmp_path.glob("*/report.json")).read_text())
+
+
+def test_where_the_original_graph_fails_too_that_is_what_is_raised(inductor_calls, tmp_path, record_of, monkeypatch, caplog):
+    """As without fxfuse: nothing of ours in the log, in the exception's context or in the counters."""
+
+    def compile_fx(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+        raise RuntimeError("not with the op" if fused_nodes(gm.graph) else "not for any graph")
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    kept = fxfuse.reports()
+    with pytest.raises(BackendCompilerFailed, match="not for any graph") as raised:
+        call(options={"fxfuse.dump": str(tmp_path), **ALWAYS})
+    error: BaseException | None = raised.value
+    while error is not None:
+        assert "not with the op" not in str(error)
+        error = error.__cause__ or error.__context__
+    assert not [record for record in caplog.records if record.name.startswith("fxfuse")]
+    assert not counters["fxfuse"] and not counters["fxfuse_declined"] and fxfuse.reports() == kept
+    assert (record_of()["fused"], record_of()["stopped"]) == ([], "RuntimeError: not for any graph")
+
+
+def test_a_restart_that_only_the_original_asks_for_is_one(inductor_calls, monkeypatch, caplog):
+    """Dynamo traces once more; the graph that it brings then is compiled and reported as any other."""
+    asked: list[bool] = []
+
+    def compile_fx(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+        if fused_nodes(gm.graph):
+            raise RuntimeError("not with the op")
+        if not asked:
+            asked.append(True)
+            raise TensorifyScalarRestartAnalysis
+        return gm.forward
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    call(options=ALWAYS)
+    assert [record.levelno for record in caplog.records if record.name == "fxfuse.backend"] == [logging.ERROR]
+    assert fxfuse.reports()[-1].stopped.startswith("Inductor does not compile the graph with conv_gelu_pool fused")
 
 
 def test_a_missing_library_is_told_and_the_model_runs(inductor_calls, given_graphs, monkeypatch):

@@ -112,6 +112,19 @@ def test_expectations_that_do_not_hold(model: str, capsys: pytest.CaptureFixture
     assert "expected conv_gelu_pool not to be fused, found it fused 1 time" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("times", [0, 1])
+def test_without_a_graph_no_expectation_holds(model: str, times: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    off = "TORCHDYNAMO_DISABLE=1 turns torch.compile off, so no graph was captured: run without it"
+    assert explain(model, "--expect", f"conv_gelu_pool={times}", "--json", "out.json") == 1
+    wanted = "to be fused 1 time" if times else "not to be fused"
+    assert capsys.readouterr().out == (
+        f"0 fused, 0 declined in 0 graphs\n\nstopped: {off}\n\nexpected conv_gelu_pool {wanted}, found no graph: stopped: {off}\n"
+    )
+    result = json.loads(Path("out.json").read_text())
+    assert (result["graphs"], result["stopped"], len(result["unmet"])) == (0, off, 1)
+
+
 def test_options(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FXFUSE_SELECT", "always")
     assert explain(model, "--expect", "conv_gelu_pool=1") == 0

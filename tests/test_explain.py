@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,10 @@ import torch.nn.functional as F
 from models import ConvGeluPool, ConvNormPoolGelu, gelu_pool, reasons
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxfuse
-from fxfuse import library
+from fxfuse import engine, library
 from fxfuse.options import OptionError
 from fxfuse.report import WHY_NOT, short
 from fxfuse.testing import assert_fused
@@ -137,11 +141,9 @@ def test_nothing_is_left_behind(form: str) -> None:
         assert torch.equal(value, before[name]), name
     assert all(value is parameters[name] for name, value in model.named_parameters())
     for name, (value, data) in tensors.items():
-        if form == "module":
-            assert getattr(model, name) is value, name
+        assert getattr(model, name) is value, name
         assert torch.equal(value, data), name
-    if form == "module":
-        assert (model.seen, model.by_name) == ([], {})
+    assert (model.seen, model.by_name) == ([], {})
 
 
 class CompiledWithin(nn.Module):
@@ -215,6 +217,96 @@ def test_a_model_that_needs_data_keeps_what_it_has_and_names_the_line(read: Call
     assert len(report.fused) == 1
     assert report.stopped.startswith("the model needs the data of a tensor at ") and f"{HERE}:" in report.stopped
     assert f"stopped: {report.stopped}" in str(report)
+
+
+class Disabled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = ConvGeluPool()
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.chain(x)
+
+
+class BreaksInWith(Disabled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with open(os.devnull):
+            torch._dynamo.graph_break()
+            return F.adaptive_avg_pool2d(F.gelu(self.chain.conv(x)), 1)
+
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def variable(name: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, "1")
+        yield
+
+
+@contextlib.contextmanager
+def errors_suppressed() -> Iterator[None]:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(suppress_errors=True):
+        patch.setattr(engine, "fuse", fail)
+        yield
+
+
+def stance(*args: str, **kwargs: str) -> Callable[[], AbstractContextManager[None]]:
+    return lambda: torch.compiler.set_stance(*args, **kwargs)
+
+
+# name -> the model, what is around the call, and what the sentence names.
+UNCAPTURED: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], AbstractContextManager[Any]], str]] = {
+    "TORCHDYNAMO_DISABLE": (ConvGeluPool, lambda: variable("TORCHDYNAMO_DISABLE"), "TORCHDYNAMO_DISABLE=1 turns"),
+    "config": (ConvGeluPool, lambda: torch._dynamo.config.patch(disable=True), "torch._dynamo.config.disable turns"),
+    "force_eager": (ConvGeluPool, stance("force_eager"), 'torch.compiler.set_stance("force_eager") turns'),
+    "eager_on_recompile": (ConvGeluPool, stance("eager_on_recompile"), 'torch.compiler.set_stance("eager_on_recompile") turns'),
+    "fail_on_recompile": (ConvGeluPool, stance("fail_on_recompile"), 'torch.compiler.set_stance("fail_on_recompile") turns'),
+    "force_backend": (ConvGeluPool, stance(force_backend="eager"), "torch.compiler.set_stance(force_backend='eager') turns"),
+    "a dispatch mode": (ConvGeluPool, Counting, "Counting turns"),
+    "a disabled forward": (Disabled, contextlib.nullcontext, "torch.compiler.disable on the model's forward turns"),
+    "a disabled method": (lambda: Disabled().forward, contextlib.nullcontext, "torch.compiler.disable on the model's forward turns"),
+    "a disabled child": (lambda: nn.Sequential(torch.compiler.disable(ConvGeluPool())), contextlib.nullcontext, "Dynamo captured no graph"),
+    "a break that cannot be resumed": (BreaksInWith, contextlib.nullcontext, "Dynamo captured no graph"),
+    "suppressed errors": (ConvGeluPool, errors_suppressed, "Dynamo captured no graph"),
+    "no op": (nn.Identity, contextlib.nullcontext, "Dynamo captured no graph"),
+}
+
+
+@pytest.mark.parametrize("case", UNCAPTURED.values(), ids=UNCAPTURED)
+def test_no_graph_is_a_stop_and_no_expectation_holds(case: tuple[Any, Any, str]) -> None:
+    make, around, sentence = case
+    torch._dynamo.reset()
+    with torch.no_grad(), around():
+        report = fxfuse.explain(make(), image())
+        for times in (0, 1):
+            with pytest.raises(AssertionError) as failed:
+                assert_fused(make(), (image(),), {"conv_gelu_pool": times})
+            assert f"found no graph: stopped: {report.stopped}" in str(failed.value)
+    assert report.graphs == 0 and report.stopped.startswith(sentence)
+    assert str(report) == f"0 fused, 0 declined in 0 graphs\n\nstopped: {report.stopped}"
+
+
+@pytest.mark.parametrize("given", [stance("eager_then_compile"), stance("aot_eager_then_compile"), stance(force_backend="fxfuse")])
+def test_stances_that_compile_in_the_end_are_no_obstacle(given: Callable[[], AbstractContextManager[None]]) -> None:
+    with torch.no_grad(), given():
+        assert len(assert_fused(Branching(), image(), {"conv_gelu_pool": 2}).before) == 2
+        assert torch._dynamo.eval_frame._stance != torch._dynamo.eval_frame.DynamoStance(), "the caller's stance was lost"
+
+
+def test_what_is_disabled_is_what_torch_compile_leaves_out() -> None:
+    """torch.compile looks through `disable` around a function or model that it is given."""
+    model = ConvGeluPool()
+    with torch.no_grad():
+        for given in (torch.compiler.disable(lambda x: model(x)), torch.compiler.disable(ConvGeluPool())):
+            assert fxfuse.explain(given, image()).fused
 
 
 def test_what_the_model_raises_is_raised() -> None:

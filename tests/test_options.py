@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -21,10 +23,10 @@ def test_defaults() -> None:
 
 
 def test_own_keys_are_split_from_the_rest_which_is_left_alone() -> None:
-    given = {"fxfuse.select": "never", "max_autotune": True, "triton.cudagraphs": False, "fuse": 1, "fxfuse": 2, 3: 4}
+    given = {"fxfuse.select": "never", "max_autotune": True, "triton.cudagraphs": False, "fuse": 1}
     options, rest = split(given, CHAINS)
     assert options == Options(select="never")
-    assert rest == {"max_autotune": True, "triton.cudagraphs": False, "fuse": 1, "fxfuse": 2, 3: 4}
+    assert rest == {"max_autotune": True, "triton.cudagraphs": False, "fuse": 1}
     assert "fxfuse.select" in given, "the user's own dictionary was changed"
 
 
@@ -52,6 +54,14 @@ def test_values(name: str, given: object, read: object) -> None:
 
 REFUSED = [
     ("fxfuse.select", "sometimes", "fxfuse.select='sometimes' is not one of auto, always, tail, never"),
+    ("fxfuse.select", {"select": "auto"}, "fxfuse.select={'select': 'auto'} is not one of"),
+    ("fxfuse.strict", {}, "fxfuse.strict={} is not a bool"),
+    ("fxfuse.passes", {"conv_gelu_pool": 1}, "fxfuse.passes={'conv_gelu_pool': 1} is not a list of chains"),
+    ("fxfuse", {"select": "auto"}, "unknown option 'fxfuse'; each option has a key of its own: fxfuse.select, fxfuse.strict, "),
+    ("fxfuse", "auto", "unknown option 'fxfuse'; each option has a key of its own: "),
+    (3, "auto", "options has the key 3 of type int, and keys are strings; give names and values, such as options="),
+    (("fxfuse.select",), "auto", r"options has the key \('fxfuse.select',\) of type tuple, and"),
+    (None, "auto", "options has the key None of type NoneType, and"),
     ("fxfuse.select", ["auto"], r"fxfuse.select=\['auto'\] is not one of"),
     ("fxfuse.backward", "keep", "fxfuse.backward='keep' is not one of auto, recompute, save"),
     ("fxfuse.strict", "yes", "fxfuse.strict='yes' is not a bool"),
@@ -77,6 +87,19 @@ REFUSED = [
 def test_refusals(key: str, value: object, sentence: str) -> None:
     with pytest.raises(OptionError, match=sentence):
         split({key: value}, CHAINS)
+
+
+@pytest.mark.parametrize("given", [[("fxfuse.select", "always")], ["fxfuse.select"], "fxfuse.select", "", {"fxfuse.select"}, ("always",), [], 0, True])
+def test_options_that_are_no_mapping(given: object) -> None:
+    with pytest.raises(OptionError) as raised:
+        split(given, CHAINS)
+    kind = type(given).__name__
+    assert str(raised.value) == f"options={given!r} is of type {kind}, not a mapping; give names and values, such as options={{'fxfuse.select': 'always'}}"
+
+
+def test_any_mapping_will_do() -> None:
+    for kind in (dict, UserDict, MappingProxyType):
+        assert split(kind({"fxfuse.select": "never", "fuse": 1}), CHAINS) == (Options(select="never"), {"fuse": 1})
 
 
 def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,16 @@ def test_without_the_option_there_is_no_section_and_torch_is_not_imported(tmp_pa
     assert "1 passed" in output and section(output) == ['no graph was compiled through backend="fxfuse" or explained with assert_fused']
 
 
+@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_with_dynamo_off_the_section_says_so(tmp_path: Path, variable: str) -> None:
+    none = 'no graph was compiled through backend="fxfuse" or explained with assert_fused'
+    output = run(tmp_path, TESTS, "--fxfuse-coverage", **{variable: "1"})
+    assert "2 failed, 2 passed" in output
+    assert section(output) == [none, f"stopped, 2 times: {variable}=1 turns torch.compile off, so no graph was captured: run without it"]
+    output = run(tmp_path, TESTS, "--fxfuse-coverage", "-k", "compiled", **{variable: "1"})
+    assert section(output) == [none, f"{variable}=1 turns torch.compile off"]
+
+
 def test_help(tmp_path: Path) -> None:
     output = run(tmp_path, "", "--help")
     assert "--fxfuse-coverage" in output and "fused and declined" in output
