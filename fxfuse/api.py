@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +85,7 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     needs_values = engine.needs_values(gm.graph) and bool(example_inputs)
     needs_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(example_inputs))
     if needs_values or needs_gradient:
-        annotated = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        annotated = fx.GraphModule(gm, torch_private.copy_of(gm.graph))
     if needs_values:
         mode = torch_private.new_fake_mode()
         torch_private.annotate(annotated, torch_private.faked(example_inputs, mode), mode)

@@ -298,3 +298,18 @@ def annotate(graph_module: fx.GraphModule, example_inputs: tuple[Any, ...], fake
 def is_channels_last(tensor: torch.Tensor) -> bool:
     """Whether `Tensor::suggest_memory_format()` (C++ only) says channels_last or channels_last_3d."""
     return suggest_memory_format(tensor) in (torch.channels_last, torch.channels_last_3d)
+
+
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """A copy of the graph, each node's meta in a dict of its own.
+
+    `copy.deepcopy` would also copy what `torch.export` keeps to flatten inputs, tree by tree, of which torch itself warns that it is deprecated.
+    """
+    duplicate = fx.Graph(tracer_cls=graph._tracer_cls)
+    returned = duplicate.graph_copy(graph, {}, return_output_node=True)
+    if returned is not None:
+        result, output = returned
+        duplicate.output(result, output.type).meta = copy.copy(output.meta)
+    # A codegen of its own: `on_generate_code` writes to it.
+    duplicate.set_codegen(copy.copy(graph._codegen))
+    return duplicate
