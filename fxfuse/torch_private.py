@@ -44,9 +44,31 @@ def reset_inductor() -> None:
     torch._TorchCompileInductorWrapper(None, None, dynamic=None).reset()
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs more than its `forward`; nn.Module has no public way to ask."""
-    return any(getattr(module, name, None) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
+def calls_own_forward(module: nn.Module) -> bool:
+    """Whether calling the module runs the forward that its class was written with, and nothing else.
+
+    Not so with hooks (its own, or those of all modules), behind `module.compile()`, and where another function stands in the place of a method
+    that a call goes through: on the module, or on a class of torch's. nn.Module has no public way to ask for any of them.
+    """
+    if _is_hooked(module) or torch.nn.modules.module._has_any_global_hook() or module._compiled_call_impl is not None:
+        return False
+    forward = getattr(getattr(type(module), "forward", None), "__code__", None)
+    called = () if forward is None else forward.co_names  # `_conv_forward`, which is patched for other paddings
+    return not any(_is_patched(module, name) for name in ("__call__", "_call_impl", "forward", *called))
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def _is_patched(module: nn.Module, method: str) -> bool:
+    """Whether another function stands in a method's place. What a class from elsewhere has as its own is for who brings it as a word to say."""
+    owner = next((kind for kind in type(module).__mro__ if method in vars(kind)), None)
+    if owner is None or not callable(vars(owner)[method]):
+        return False
+    # A patch that `functools.wraps` made has the name and the module of what it wraps, but its own globals.
+    written_in = getattr(getattr(type(module), method), "__globals__", None)
+    return method in vars(module) or (owner.__module__.startswith("torch.nn.") and written_in is not vars(sys.modules[owner.__module__]))
 
 
 def hint(value: Any) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import dynamo_graph, fake_mode
+from models import ConvGeluPool, dynamo_graph, fake_mode, traced_graph
+from torch import nn
 
 from fxfuse.chain import Chain, Step, first_failure
 from fxfuse.match import Match, Miss, find
@@ -51,6 +52,18 @@ def test_a_miss_says_how_far_it_got_and_what_stood_there() -> None:
     assert miss.reason == "gelu is followed by sum; the chain goes on with adaptive_avg_pool or mean"
     (miss,) = found(lambda x, w: torch.conv2d(x, w) + 1)
     assert miss.reason == "add is followed by the graph's output; the chain goes on with gelu"
+
+
+def test_a_module_that_stands_there_is_named_by_its_class() -> None:
+    model = ConvGeluPool()
+    hooked = ConvGeluPool()
+    hooked.pool.register_forward_hook(lambda module, args, result: 2 * result)
+    model.pool = nn.AdaptiveMaxPool2d(1)
+    (miss,) = find(GraphView(traced_graph(model, torch.zeros(2, 4, 8, 8)).graph), ADD_THEN_GELU)
+    assert miss.reason == "gelu is followed by AdaptiveMaxPool2d; the chain goes on with adaptive_avg_pool or mean"
+    (miss,) = find(GraphView(traced_graph(hooked, torch.zeros(2, 4, 8, 8)).graph), ADD_THEN_GELU)
+    followed = "gelu is followed by AdaptiveAvgPool2d with hooks or a forward of its own"
+    assert miss.reason == f"{followed}; the chain goes on with adaptive_avg_pool or mean"
 
 
 def test_a_long_list_of_followers_is_cut() -> None:
