@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
-from . import engine, library, torch_private
+from . import engine, library, rewriting, torch_private
 from .chain import chain_names
 from .options import Options, split
 from .report import Report
@@ -80,31 +79,7 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
             "or torch.export.export(model, args).module()"
         )
     own, _ = split({f"fxfuse.{name}": value for name, value in options.items()}, chain_names())
-    annotated = gm
-    # Without inputs there is nothing to propagate: a chain whose shapes are not known is declined with that reason.
-    needs_values = engine.needs_values(gm.graph) and bool(example_inputs)
-    needs_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(example_inputs))
-    if needs_values or needs_gradient:
-        annotated = fx.GraphModule(gm, torch_private.copy_of(gm.graph))
-    if needs_values:
-        mode = torch_private.new_fake_mode()
-        torch_private.annotate(annotated, torch_private.faked(example_inputs, mode), mode)
-    if needs_gradient:
-        _mark_inputs(annotated.graph)
-    graph, report = engine.fuse(annotated.graph, own)
-    if graph is annotated.graph:
-        return gm, report
-    fused = fx.GraphModule(gm, graph)
-    fused.meta = dict(gm.meta)
-    return fused, report
-
-
-def _mark_inputs(graph: fx.Graph) -> None:
-    """Lets the values of a graph's inputs, which tracing detaches, say that they need gradients: all, as inputs may be nested."""
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            node.meta["val"] = value.detach().requires_grad_()
+    return rewriting.rewritten(gm, example_inputs, own)
 
 
 def _on_fake_state(model: Callable[..., Any], mode: Any) -> Callable[..., Any]:

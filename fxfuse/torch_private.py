@@ -335,3 +335,13 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
     # A codegen of its own: `on_generate_code` writes to it.
     duplicate.set_codegen(copy.copy(graph._codegen))
     return duplicate
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether a module of which `calls_own_forward` held has got hooks or a forward of its own since: a check for each call."""
+    return _is_hooked(module) or "forward" in module.__dict__
+
+
+def flattens_inputs(graph: fx.Graph) -> bool:
+    """Whether the graph's placeholders are the leaves of its module's arguments, as behind `torch.export`."""
+    return isinstance(graph._codegen, fx.graph._PyTreeCodeGen)
