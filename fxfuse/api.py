@@ -70,7 +70,15 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     and requires_grad are read.
     options: `select`, `backward`, `strict`, `passes` as in `fxfuse.options`.
     Where a chain's result needs a gradient, ops that have one are emitted. For inference call it under `torch.no_grad()`; a module made so has no
-    gradients, and is not for training.
+    gradients of its own, and is not for training.
+
+    The module returned shares parameters, buffers, submodules and hooks with `gm`: whatever is loaded (`assign=True` too), assigned or moved on one is
+    so on both. Fixed at rewriting are the graph, and the attributes of the modules that it fuses (stride, eps, output size). Fixed too, and checked in
+    each call, are: rank, dtype and device type of the inputs and of the parameters that the fused ops read; sizes of the inputs for which another graph
+    would be made, as where a mean divides by a number (not of a captured graph, which has guards, or whose caller has); whether autocast is on, and its
+    dtype; the modules that are fused, their training mode, hooks and forward; and that no gradient is needed, if ops were emitted that have none. A
+    call where one of them differs runs the graph of `gm`, with nothing fused, and the first such call warns. Not checked are hooks of all modules
+    (`register_module_forward_hook`) and patched classes: they count as they are at rewriting.
     Raises OptionError for a bad option, NotFusedError under `strict` for a candidate that is left alone, TypeError where `gm` is not traced.
     """
     if not isinstance(gm, fx.GraphModule):

@@ -102,9 +102,9 @@ def of(original: fx.Graph, fused: fx.Graph, is_fixed: Callable[[fx.Node, int], b
     read = dict.fromkeys(source for node in emitted for source in node.all_input_nodes if source.op == "get_attr")
     devices = {value_of(node).device.type for node in ops if isinstance(value_of(node), torch.Tensor)}
     left = {node.target for node in fused.find_nodes(op="call_module")}
-    replaced = [node.target for node in original.find_nodes(op="call_module") if node.target not in left]
+    replaced = [node for node in original.find_nodes(op="call_module") if node.target not in left]
     sources = list(dict.fromkeys(source for op in ops for source in _without_gradient(op)))
-    modules = {path: original.owning_module.get_submodule(path) for path in replaced}
+    modules = {_path(node): original.owning_module.get_submodule(node.target) for node in replaced}
     return Guards(
         inputs={node.target: _guard(value_of(node), lambda dim, node=node: is_fixed(node, dim)) for node in _named(original)},
         is_nested=torch_private.flattens_inputs(original),

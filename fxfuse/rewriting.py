@@ -19,6 +19,8 @@ from .rewritten import Rewritten
 
 def rewritten(gm: fx.GraphModule, example_inputs: tuple[Any, ...], options: Options) -> tuple[fx.GraphModule, Report]:
     """`gm` with its chains fused and guarded, and the report; `gm` itself where nothing is fused."""
+    if "forward" in vars(gm):
+        return gm, Report(graphs=1, stopped="the module's forward is not its graph's, but a function that was set on it; set it on the rewritten module instead")
     annotated = _annotated(gm, example_inputs)
     graph, report = engine.fuse(annotated.graph, options)
     if graph is annotated.graph:
