@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from . import engine, library, torch_private
+from . import engine, library, rewriting, torch_private
 from .chain import chain_names
 from .options import Options, split
 from .preserved import preserved
@@ -90,7 +88,15 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     and requires_grad are read.
     options: `select`, `backward`, `strict`, `passes` as in `fxfuse.options`.
     Where a chain's result needs a gradient, ops that have one are emitted. For inference call it under `torch.no_grad()`; a module made so has no
-    gradients, and is not for training.
+    gradients of its own, and is not for training.
+
+    The module returned shares parameters, buffers, submodules and hooks with `gm`: whatever is loaded (`assign=True` too), assigned or moved on one is
+    so on both. Fixed at rewriting are the graph, and the attributes of the modules that it fuses (stride, eps, output size). Fixed too, and checked in
+    each call, are: rank, dtype and device type of the inputs and of the parameters that the fused ops read; sizes of the inputs for which another graph
+    would be made, as where a mean divides by a number (not of a captured graph, which has guards, or whose caller has); whether autocast is on, and its
+    dtype; the modules that are fused, their training mode, hooks and forward; and that no gradient is needed, if ops were emitted that have none. A
+    call where one of them differs runs the graph of `gm`, with nothing fused, and the first such call warns. Not checked are hooks of all modules
+    (`register_module_forward_hook`) and patched classes: they count as they are at rewriting.
     Raises OptionError for a bad option, NotFusedError under `strict` for a candidate that is left alone, TypeError where `gm` is not traced.
     """
     if not isinstance(gm, fx.GraphModule):
@@ -99,31 +105,7 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
             "or torch.export.export(model, args).module()"
         )
     own, _ = split({f"fxfuse.{name}": value for name, value in options.items()}, chain_names())
-    annotated = gm
-    # Without inputs there is nothing to propagate: a chain whose shapes are not known is declined with that reason.
-    needs_values = engine.needs_values(gm.graph) and bool(example_inputs)
-    needs_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(example_inputs))
-    if needs_values or needs_gradient:
-        annotated = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    if needs_values:
-        mode = torch_private.new_fake_mode()
-        torch_private.annotate(annotated, torch_private.faked(example_inputs, mode), mode)
-    if needs_gradient:
-        _mark_inputs(annotated.graph)
-    graph, report = engine.fuse(annotated.graph, own)
-    if graph is annotated.graph:
-        return gm, report
-    fused = fx.GraphModule(gm, graph)
-    fused.meta = dict(gm.meta)
-    return fused, report
-
-
-def _mark_inputs(graph: fx.Graph) -> None:
-    """Lets the values of a graph's inputs, which tracing detaches, say that they need gradients: all, as inputs may be nested."""
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            node.meta["val"] = value.detach().requires_grad_()
+    return rewriting.rewritten(gm, example_inputs, own)
 
 
 def _as_new(model: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ def is_needed(match: Match) -> bool:
         return True
     if _values_tell(match) or not torch.is_grad_enabled():
         return False
-    return any(_is_trained(node) for node in _ancestors(match.inputs))
+    return any(is_trained(node) for node in ancestors(match.inputs))
 
 
 def training_of(match: Match) -> Training | None:
@@ -63,10 +63,10 @@ def _needs_one(match: Match, argument: Any) -> bool:
     value = value_of(argument)
     if _values_tell(match):
         return isinstance(value, torch.Tensor) and value.requires_grad
-    return isinstance(value, torch.Tensor) and any(_is_trained(node) for node in _ancestors([argument]))
+    return isinstance(value, torch.Tensor) and any(is_trained(node) for node in ancestors([argument]))
 
 
-def _ancestors(values: Sequence[fx.Node | ModuleParameter]) -> Iterator[fx.Node | ModuleParameter]:
+def ancestors(values: Sequence[fx.Node | ModuleParameter]) -> Iterator[fx.Node | ModuleParameter]:
     """The values and all that they depend on."""
     pending = list(values)
     seen = set(pending)
@@ -78,7 +78,7 @@ def _ancestors(values: Sequence[fx.Node | ModuleParameter]) -> Iterator[fx.Node 
         pending += new
 
 
-def _is_trained(argument: fx.Node | ModuleParameter) -> bool:
+def is_trained(argument: fx.Node | ModuleParameter) -> bool:
     """Whether a parameter or buffer, the parameters of a module that is called, or else a value needs a gradient."""
     real = attribute_of(argument) if isinstance(argument, fx.Node) and argument.op in ("get_attr", "call_module") else value_of(argument)
     tensors = real.parameters() if isinstance(real, nn.Module) else [real]

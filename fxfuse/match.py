@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from . import torch_private
 from .chain import Chain, Step
 from .identities import is_identity, why_not
 from .op_names import op_name, source_of
@@ -180,12 +181,13 @@ def listed(names: list[str], shown: int = 3) -> str:
 
 
 def describe(view: GraphView, node: fx.Node) -> str:
-    """How a sentence names a node: the word it spells, else what it calls."""
+    """How a sentence names a node: the word it spells, else what it calls; of a module its class, and whether its call is not its class's."""
     if node in view.calls:
         return view.calls[node].word
     if node.op == "output":
         return "the graph's output"
     if node.op == "call_module":
-        return f"{type(node.graph.owning_module.get_submodule(node.target)).__name__} {node.target}"
+        module = node.graph.owning_module.get_submodule(node.target)
+        return type(module).__name__ + ("" if torch_private.calls_own_forward(module) else " with hooks or a forward of its own")
     target = getattr(node.target, "overloadpacket", node.target)
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))

@@ -51,7 +51,7 @@ def op_name(node: fx.Node) -> str:
         return _plain(node.target)
     if node.op == "call_module":
         module = node.graph.owning_module.get_submodule(node.target)
-        return _plain(MODULES[type(module)][0]) if type(module) in MODULES and not torch_private.has_hooks(module) else ""
+        return _plain(MODULES[type(module)][0]) if type(module) in MODULES and torch_private.calls_own_forward(module) else ""
     if node.op != "call_function" or not is_known(node.target):
         return ""
     packet = getattr(node.target, "overloadpacket", node.target)

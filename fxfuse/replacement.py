@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
+from . import torch_private
 from .emitter import Emitter
 from .guarded import Guarded, PassError
 from .match import Match
@@ -20,7 +20,7 @@ def rewritten(graph: fx.Graph, replacements: Sequence[tuple[Match, Callable[...,
 
     Raises PassError, with the match, for the first replacement that is no good.
     """
-    duplicate = copy.deepcopy(graph)
+    duplicate = torch_private.copy_of(graph)
     copied = dict(zip(graph.nodes, duplicate.nodes, strict=True))
     for old, new in copied.items():
         # Dynamo marks placeholders with attributes of its own (`_dynamo_source`), which AOTAutograd asks for and a copy lacks.

@@ -44,9 +44,31 @@ def reset_inductor() -> None:
     torch._TorchCompileInductorWrapper(None, None, dynamic=None).reset()
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs more than its `forward`; nn.Module has no public way to ask."""
-    return any(getattr(module, name, None) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
+def calls_own_forward(module: nn.Module) -> bool:
+    """Whether calling the module runs the forward that its class was written with, and nothing else.
+
+    Not so with hooks (its own, or those of all modules), behind `module.compile()`, and where another function stands in the place of a method
+    that a call goes through: on the module, or on a class of torch's. nn.Module has no public way to ask for any of them.
+    """
+    if _is_hooked(module) or torch.nn.modules.module._has_any_global_hook() or module._compiled_call_impl is not None:
+        return False
+    forward = getattr(getattr(type(module), "forward", None), "__code__", None)
+    called = () if forward is None else forward.co_names  # `_conv_forward`, which is patched for other paddings
+    return not any(_is_patched(module, name) for name in ("__call__", "_call_impl", "forward", *called))
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def _is_patched(module: nn.Module, method: str) -> bool:
+    """Whether another function stands in a method's place. What a class from elsewhere has as its own is for who brings it as a word to say."""
+    owner = next((kind for kind in type(module).__mro__ if method in vars(kind)), None)
+    if owner is None or not callable(vars(owner)[method]):
+        return False
+    # A patch that `functools.wraps` made has the name and the module of what it wraps, but its own globals.
+    written_in = getattr(getattr(type(module), method), "__globals__", None)
+    return method in vars(module) or (owner.__module__.startswith("torch.nn.") and written_in is not vars(sys.modules[owner.__module__]))
 
 
 def hint(value: Any) -> int:
@@ -330,3 +352,28 @@ def annotate(graph_module: fx.GraphModule, example_inputs: tuple[Any, ...], fake
 def is_channels_last(tensor: torch.Tensor) -> bool:
     """Whether `Tensor::suggest_memory_format()` (C++ only) says channels_last or channels_last_3d."""
     return suggest_memory_format(tensor) in (torch.channels_last, torch.channels_last_3d)
+
+
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """A copy of the graph, each node's meta in a dict of its own.
+
+    `copy.deepcopy` would also copy what `torch.export` keeps to flatten inputs, tree by tree, of which torch itself warns that it is deprecated.
+    """
+    duplicate = fx.Graph(tracer_cls=graph._tracer_cls)
+    returned = duplicate.graph_copy(graph, {}, return_output_node=True)
+    if returned is not None:
+        result, output = returned
+        duplicate.output(result, output.type).meta = copy.copy(output.meta)
+    # A codegen of its own: `on_generate_code` writes to it.
+    duplicate.set_codegen(copy.copy(graph._codegen))
+    return duplicate
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether a module of which `calls_own_forward` held has got hooks or a forward of its own since: a check for each call."""
+    return _is_hooked(module) or "forward" in module.__dict__
+
+
+def flattens_inputs(graph: fx.Graph) -> bool:
+    """Whether the graph's placeholders are the leaves of its module's arguments, as behind `torch.export`."""
+    return isinstance(graph._codegen, fx.graph._PyTreeCodeGen)

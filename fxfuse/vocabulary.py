@@ -31,7 +31,8 @@ class Spelling:
 
     overload: the op, as `torch.ops.aten.relu.default`; of one that returns a tuple, the word's value is the first entry.
     targets: functions that graphs call instead, as `torch.relu` and `F.relu`. methods: names of Tensor methods.
-    modules: nn modules, by exact type (a subclass may compute something else), and which of their attributes are passed by keyword.
+    modules: nn modules, by exact type (a subclass may compute something else), and which of their attributes are passed by keyword. One whose call
+    is not its class's own forward alone (hooks, a patched forward) is no word.
     adapt: turns the arguments by the schema's names into the word's, a dict too, where spellings differ.
     also: arguments that the targets take beyond the schema's, each with the values with which the call still is this word.
     """
@@ -100,7 +101,7 @@ class Vocabulary:
             return None, node.kwargs
         module = node.graph.owning_module.get_submodule(node.target)
         found = self.modules.get(type(module))
-        if found is None or getattr(module, "padding_mode", "zeros") != "zeros" or torch_private.has_hooks(module):
+        if found is None or getattr(module, "padding_mode", "zeros") != "zeros" or not torch_private.calls_own_forward(module):
             return None, node.kwargs
         given = {name: getattr(module, name) for name in found[1].modules[type(module)]}
         given = {n: ModuleParameter(f"{node.target}.{n}", v) if isinstance(v, torch.Tensor) else v for n, v in given.items()}

@@ -176,6 +176,12 @@ def mistaken() -> Report:
     return of_registered(conv_relu(takes=takes), Net(), (2, 4, 8, 8))
 
 
+def with_another_forward() -> Report:
+    gm = fx.symbolic_trace(ConvGeluPool())
+    gm.forward = lambda x: 2 * type(gm).forward(gm, x)
+    return fxfuse.rewrite(gm, torch.zeros(2, 4, 8, 8))[1]
+
+
 def failing_pass(patch: pytest.MonkeyPatch) -> Report:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a defect")
@@ -256,6 +262,7 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch], Report]] = {
     "the model needs the data of a tensor": lambda patch: needing_data(),
     "turns torch.compile off": lambda patch: with_dynamo_off(patch),
     "Dynamo captured no graph": lambda patch: fxfuse.explain(lambda x: x, torch.zeros(3)),
+    "the module's forward is not its graph's": lambda patch: with_another_forward(),
     "an exception inside fxfuse: ZeroDivisionError": failing_pass,
     "Inductor does not compile the graph with conv_gelu_pool fused": failing_inductor,
 }

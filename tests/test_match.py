@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import dynamo_graph, fake_mode
+from models import ConvGeluPool, dynamo_graph, fake_mode, traced_graph
+from torch import nn
 
 from fxfuse.chain import Chain, Step, first_failure
 from fxfuse.match import Match, Miss, find
@@ -92,6 +93,18 @@ def test_the_sentence_names_what_stands_behind_identities_and_why_one_is_none() 
     assert miss.reason == "gelu is followed by relu; the chain goes on with adaptive_avg_pool or mean"
     (miss,) = found(lambda x, w: F.dropout(F.gelu(torch.conv2d(x, w)), 0.25).mean((2, 3)))
     assert miss.reason == "gelu is followed by dropout (p=0.25, in training); the chain goes on with adaptive_avg_pool or mean"
+
+
+def test_a_module_that_stands_there_is_named_by_its_class() -> None:
+    model = ConvGeluPool()
+    hooked = ConvGeluPool()
+    hooked.pool.register_forward_hook(lambda module, args, result: 2 * result)
+    model.pool = nn.AdaptiveMaxPool2d(1)
+    (miss,) = find(GraphView(traced_graph(model, torch.zeros(2, 4, 8, 8)).graph), ADD_THEN_GELU)
+    assert miss.reason == "gelu is followed by AdaptiveMaxPool2d; the chain goes on with adaptive_avg_pool or mean"
+    (miss,) = find(GraphView(traced_graph(hooked, torch.zeros(2, 4, 8, 8)).graph), ADD_THEN_GELU)
+    followed = "gelu is followed by AdaptiveAvgPool2d with hooks or a forward of its own"
+    assert miss.reason == f"{followed}; the chain goes on with adaptive_avg_pool or mean"
 
 
 def test_a_long_list_of_followers_is_cut() -> None:

@@ -56,6 +56,24 @@ def test_an_export_graph_needs_no_example_inputs() -> None:
     assert fused.graph._codegen is not gm.graph._codegen and type(fused.graph._codegen) is type(gm.graph._codegen)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_export_graph_whose_inputs_are_a_tree_is_copied_without_a_warning(requires_grad: bool) -> None:
+    class OfDict(ConvGeluPool):
+        def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {"pooled": super().forward(inputs["x"] + inputs["y"])}
+
+    inputs = {"x": image(), "y": image()}
+    gm = torch.export.export(OfDict().requires_grad_(False), (inputs,)).module()
+    image_of = {name: value.clone().requires_grad_(requires_grad) for name, value in inputs.items()}
+    fused, report = fxfuse.rewrite(gm, image_of, select="always")
+    assert len(report.fused) == 1
+    flattened = [[line for line in module.code.splitlines() if "tree_flatten_spec" in line] for module in (fused, gm)]
+    assert flattened[0] == flattened[1] != []
+    # `on_generate_code` of one does not write to the other.
+    assert fused.graph._codegen is not gm.graph._codegen
+
+
 def test_a_dynamo_graph() -> None:
     with torch.no_grad():
         gm = dynamo_graph(ConvGeluPool(), image())

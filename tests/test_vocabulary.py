@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from models import traced_graph
 from torch import fx, nn
+from torch.nn.utils import prune
 
 from fxfuse.values import ModuleParameter
 from fxfuse import words
@@ -126,21 +128,101 @@ def test_a_module_reads_as_the_function_it_runs(module: nn.Module, word: str, by
     assert parameters == {f"inner.{name}": value for name, value in module.named_parameters()}
 
 
-def test_modules_that_do_more_are_no_words() -> None:
-    class Scaled(nn.Conv2d):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
+class Scaled(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
 
-    class Leaf(fx.Tracer):
-        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-            return True
 
-    hooked = nn.Conv2d(4, 8, 3)
-    hooked.register_forward_hook(lambda module, args, output: 2 * output)
-    for module in (hooked, nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"), Scaled(4, 8, 3)):
-        root = Holder(module)
-        gm = fx.GraphModule(root, Leaf().trace(root))
-        assert [read(node) for node in gm.graph.nodes if node.op == "call_module"] == [None]
+class Leaf(fx.Tracer):
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return True
+
+
+def call_of(module: nn.Module) -> fx.Node:
+    """The node that calls `module`, in the graph of a module that holds it."""
+    root = Holder(module)
+    (node,) = fx.GraphModule(root, Leaf().trace(root)).graph.find_nodes(op="call_module")
+    return node
+
+
+MODULES_THAT_DO_MORE = {
+    "padding of another kind": lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"),
+    "a subclass": lambda: Scaled(4, 8, 3),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 8, 3)),
+    "weight_norm by a hook": lambda: nn.utils.weight_norm(nn.Conv2d(4, 8, 3)),
+    "spectral_norm by a hook": lambda: nn.utils.spectral_norm(nn.Conv2d(4, 8, 3)),
+    "pruned": lambda: prune.l1_unstructured(nn.Conv2d(4, 8, 3), "weight", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("make", MODULES_THAT_DO_MORE.values(), ids=MODULES_THAT_DO_MORE)
+def test_modules_that_do_more_are_no_words(make: Callable[[], nn.Module]) -> None:
+    assert read(call_of(make())) is None
+
+
+def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` times 2, which looks like it."""
+    return functools.wraps(function)(lambda *args, **kwargs: 2 * function(*args, **kwargs))
+
+
+def on_the_module(name: str) -> Callable[..., None]:
+    return lambda patch, module: setattr(module, name, doubled(getattr(module, name)))
+
+
+def on_the_class(kind: type[nn.Module], name: str) -> Callable[..., None]:
+    return lambda patch, module: patch.setattr(kind, name, doubled(getattr(kind, name)))
+
+
+def hooked(register: str, hook: Callable[..., Any], **how: bool) -> Callable[..., Any]:
+    return lambda patch, module: getattr(module, register)(hook, **how)
+
+
+def all_hooked(register: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda patch, module: getattr(nn.modules.module, register)(hook)
+
+
+# What changes a call of a module of torch's; a handle that takes the change away again, where there is one.
+CHANGES = {
+    "forward of the module": on_the_module("forward"),
+    "_conv_forward of the module": on_the_module("_conv_forward"),
+    "_call_impl of the module": on_the_module("_call_impl"),
+    "forward of the class": on_the_class(nn.Conv2d, "forward"),
+    "_conv_forward of the class": on_the_class(nn.Conv2d, "_conv_forward"),
+    "__call__ of every module": on_the_class(nn.Module, "__call__"),
+    "_call_impl of every module": on_the_class(nn.Module, "_call_impl"),
+    "compile()": lambda patch, module: module.compile(backend="eager"),
+    "forward hook": hooked("register_forward_hook", lambda module, args, result: 2 * result),
+    "forward hook with kwargs": hooked("register_forward_hook", lambda module, args, kwargs, result: 2 * result, with_kwargs=True),
+    "forward hook, always called": hooked("register_forward_hook", lambda module, args, result: 2 * result, always_call=True),
+    "pre-hook": hooked("register_forward_pre_hook", lambda module, args: 2 * args[0]),
+    "pre-hook with kwargs": hooked("register_forward_pre_hook", lambda module, args, kwargs: (2 * args[0], kwargs), with_kwargs=True),
+    "backward hook": hooked("register_full_backward_hook", lambda module, given, result: (2 * given[0],)),
+    "backward pre-hook": hooked("register_full_backward_pre_hook", lambda module, result: (2 * result[0],)),
+    "forward hook of every module": all_hooked("register_module_forward_hook", lambda module, args, result: 2 * result),
+    "pre-hook of every module": all_hooked("register_module_forward_pre_hook", lambda module, args: 2 * args[0]),
+    "backward hook of every module": all_hooked("register_module_full_backward_hook", lambda module, given, result: (2 * given[0],)),
+    "backward pre-hook of every module": all_hooked("register_module_full_backward_pre_hook", lambda module, result: (2 * result[0],)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_module_whose_call_is_changed_is_no_word(change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    node = call_of(nn.Conv2d(4, 8, 3))
+    assert read(node).word == "conv"
+    with monkeypatch.context() as patch:
+        handle = change(patch, node.graph.owning_module.inner)
+        assert read(node) is None
+    if handle is not None:
+        handle.remove()
+        assert read(node).word == "conv"
+
+
+def test_methods_that_a_call_does_not_run_may_be_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Conv2d, "reset_parameters", lambda self: None)
+    module = nn.Conv2d(4, 8, 3)
+    module.train = lambda mode=True: module
+    assert read(call_of(module)).word == "conv"
 
 
 def test_expand() -> None:
