@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
 from .emitter import Emitter
 from .guarded import Guarded, PassError
+from .higher_order import INVOKE_SUBGRAPH, op_of
 from .match import Match
+from .vocabulary import NONE
 
 # What a replacement does, for the sentence about one that raises.
 EMITS = "it should call emit(op, ...) for each op and return the last node"
 
 
-def rewritten(graph: fx.Graph, replacements: Sequence[tuple[Match, Callable[..., fx.Node]]]) -> fx.Graph:
+def rewritten(
+    graph: fx.Graph, replacements: Sequence[tuple[Match, Callable[..., fx.Node]]], bodies: Mapping[str, fx.GraphModule] = NONE
+) -> fx.Graph:
     """A copy of `graph` with each match replaced by what its `replace(emit, **calls)` emits. The original is not touched.
 
+    bodies: for attributes that hold the bodies of higher-order ops, by name, what takes their place. The copy's `owning_module` has these.
     Raises PassError, with the match, for the first replacement that is no good.
     """
     duplicate = copy.deepcopy(graph)
@@ -31,8 +38,44 @@ def rewritten(graph: fx.Graph, replacements: Sequence[tuple[Match, Callable[...,
         except PassError as error:
             error.match = match
             raise
+    if bodies:
+        _give_bodies(duplicate, graph.owning_module, bodies)
     duplicate.lint()
     return duplicate
+
+
+def module_of(graph: fx.Graph, owner: fx.GraphModule) -> fx.GraphModule:
+    """A module of a rewritten graph, with what it reads of the one that the original belongs to and with its meta."""
+    if graph.owning_module is None:
+        _own(graph, owner, {})
+    return graph.owning_module
+
+
+def _give_bodies(duplicate: fx.Graph, owner: fx.GraphModule, bodies: Mapping[str, fx.GraphModule]) -> None:
+    """Lets a copied graph read new bodies, in a module of its own."""
+    fresh = {name: _fresh(owner, f"{name.replace('.', '_')}_fused") for name in bodies}
+    for node in duplicate.find_nodes(op="get_attr"):
+        if node.target in bodies:
+            node.target = fresh[node.target]
+            for call in node.users:
+                _rename_region(call)
+    _own(duplicate, owner, {fresh[name]: body for name, body in bodies.items()})
+
+
+def _own(graph: fx.Graph, owner: fx.GraphModule, bodies: Mapping[str, fx.GraphModule]) -> None:
+    held = {node.target for node in graph.nodes if node.op in ("get_attr", "call_module") and node.target not in bodies}
+    module = fx.GraphModule({**{name: operator.attrgetter(name)(owner) for name in held}, **bodies}, graph)
+    module.meta, module.training = dict(owner.meta), owner.training
+
+
+def _fresh(owner: fx.GraphModule, name: str) -> str:
+    return next(fresh for fresh in itertools.chain((name,), (f"{name}_{number}" for number in itertools.count(1))) if not hasattr(owner, fresh))
+
+
+def _rename_region(call: fx.Node) -> None:
+    """By its identifier AOTAutograd knows the body of an invoke_subgraph again, in all that is compiled for one graph of Dynamo's."""
+    if op_of(call) == INVOKE_SUBGRAPH:
+        call.update_arg(1, f"{call.args[1]}_fused")
 
 
 def _replaced(
