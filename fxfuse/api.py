@@ -95,7 +95,7 @@ def rewrite(gm: fx.GraphModule, *example_inputs: Any, **options: Any) -> tuple[f
     graph, report = engine.fuse(annotated.graph, own)
     if graph is annotated.graph:
         return gm, report
-    fused = fx.GraphModule(graph.owning_module or gm, graph)
+    fused = fx.GraphModule(graph.owning_module, graph)
     fused.meta = dict(gm.meta)
     return fused, report
 

@@ -85,7 +85,7 @@ def fuse_in_place(gm: fx.GraphModule, options: Options, timer: Timer | None = No
 
 
 def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], inductor: Callable[..., Any]) -> Callable[..., Any]:
-    emitted = [node for graph in bodies.graphs_below(gm.graph) for node in graph.nodes if FINGERPRINT in node.meta]
+    emitted = [node for graph in bodies.graphs_below(gm.graph).values() for node in graph.nodes if FINGERPRINT in node.meta]
     if not emitted:
         return inductor(gm, example_inputs)
     with _cache_key(emitted):

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from . import gradients, selective, torch_private
-from .higher_order import AUTOCAST, SET_GRAD, body_of, op_of, operands
+from .higher_order import AUTOCAST, SET_GRAD, body_of, calls_op, op_of, operands
 from .values import value_of
 from .view import GraphView
 
@@ -112,11 +112,11 @@ def bodies_of(graph: fx.Graph) -> list[Body]:
     return bodies
 
 
-def graphs_below(graph: fx.Graph) -> list[fx.Graph]:
-    """The graph itself and those of all bodies below it."""
+def graphs_below(graph: fx.Graph) -> dict[str, fx.Graph]:
+    """The graph itself, under no name, and those of all bodies below it, by the dotted attribute that holds them."""
     found = {id(graph.owning_module): Body("", graph)}
     _collect(graph, "", found, [])
-    return [body.graph for body in found.values()]
+    return {body.name: body.graph for body in found.values()}
 
 
 def adopt(gm: fx.GraphModule, graph: fx.Graph) -> None:
@@ -129,8 +129,8 @@ def adopt(gm: fx.GraphModule, graph: fx.Graph) -> None:
 
 
 def _collect(graph: fx.Graph, path: str, found: dict[int, Body], ordered: list[Any]) -> None:
-    """Finds the bodies below a graph; puts each behind those that it calls itself."""
-    for node in graph.find_nodes(op="get_attr"):
+    """Finds the bodies below a graph; puts each behind those that it calls itself, and the first that the graph reads last."""
+    for node in reversed(graph.find_nodes(op="get_attr")):
         body = body_of(node)
         if body is not None and id(body) not in found:
             found[id(body)] = Body(f"{path}{node.target}", body.graph, body)
@@ -156,9 +156,9 @@ def _mark(body: Body) -> None:
 
 
 def _state_of(call: fx.Node) -> Any:
-    if op_of(call) == SET_GRAD:
+    if calls_op(call, SET_GRAD):
         return torch.set_grad_enabled(call.args[0])
-    if op_of(call) == AUTOCAST:
+    if calls_op(call, AUTOCAST):
         return torch.autocast(*call.args[:4])
     return nullcontext()
 

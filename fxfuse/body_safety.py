@@ -8,21 +8,14 @@ from typing import Any
 
 from . import gradients
 from .bodies import Body
-from .match import Match, Miss
+from .match import Match
 from .safety import Refusal, written_behind
 
 
-def refusal(body: Body, found: Match | Miss) -> Refusal | None:
-    """The first reason why a candidate in a body may not be replaced, or None."""
-    checks = (other_ops, transforms, writes_behind_calls, selective_checkpoints) if isinstance(found, Match) else (other_ops,)
-    return next((refused for check in checks for refused in check(body, found)), None)
-
-
-def other_ops(body: Body, found: Match | Miss) -> Iterator[Refusal]:
-    """How often and with what another op calls its body is not known."""
-    if body.other_op:
-        first = found.anchor.node if isinstance(found, Match) else found.call.node
-        yield first, f"it is in the body of {body.other_op}, which fxfuse leaves as it is; call the chain outside of it"
+def refusal(body: Body, match: Match) -> Refusal | None:
+    """The first reason why replacing a match in a body would not be safe, or None."""
+    checks = (transforms, writes_behind_calls, selective_checkpoints)
+    return next((found for check in checks for found in check(body, match)), None)
 
 
 def transforms(body: Body, match: Match) -> Iterator[Refusal]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import fx
 from torch._dynamo.utils import counters
 
-from . import library
+from . import body_safety, library
 from .bodies import Body, bodies_of
-from .body_safety import refusal
 from .chain import Chain, chains
 from .decide import Availability, Plan, Terms, decide, declined, unread
 from .guarded import PassError
 from .higher_order import body_of
 from .match import Match, Miss, find
 from .options import Options
-from .replacement import module_of, rewritten
+from .replacement import body_made, rewritten
 from .report import Declined, Fused, Report
 from .values import value_of
 from .view import GraphView, Views
@@ -57,7 +57,7 @@ def plan(body: Body, on: Sequence[Chain], terms: Terms, report: Report) -> list[
     most: that of the chain that comes first."""
     plans: list[Plan] = []
     taken: dict[fx.Node, str] = {}
-    inner = Report()
+    inner, terms = Report(), replace(terms, around=partial(body_safety.refusal, body))
     with body.state():
         for view, found in _candidates(body, on, terms.options, inner):
             decision = _decision(body, view, found, terms, taken)
@@ -103,9 +103,9 @@ def _candidates(body: Body, on: Sequence[Chain], options: Options, report: Repor
 
 
 def _decision(body: Body, view: GraphView, found: Match | Miss, terms: Terms, taken: Mapping[fx.Node, str]) -> Plan | Declined:
-    refused = refusal(body, found)
-    if refused is not None:
-        return declined(found, *refused)
+    if body.other_op:
+        node = found.call.node if isinstance(found, Miss) else found.anchor.node
+        return declined(found, node, f"it is in the body of {body.other_op}, which fxfuse leaves as it is; call the chain outside of it")
     try:
         return decide(view, found, terms, taken)
     except PassError as error:
@@ -129,7 +129,7 @@ def _rewritten(graph: fx.Graph, plans: Mapping[Body, list[Plan]], options: Optio
             result, done = _rewritten_one(body, of_body, read, options, report)
             fused.append([replace(p.fused(), body=body.name, calls=body.calls) for p in done])
         if body.module is not None and result is not body.graph:
-            made[body.module] = module_of(result, body.module)
+            made[body.module] = body_made(result, body.name, body.graph.owning_module)
     report.fused += [record for records in reversed(fused) for record in records]
     return result
 

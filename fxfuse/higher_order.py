@@ -28,17 +28,17 @@ def op_of(call: fx.Node) -> str:
     return call.target if isinstance(call.target, str) else getattr(call.target, "__name__", str(call.target))
 
 
-def is_known(call: fx.Node) -> bool:
-    """Whether the node calls one of the ops above."""
-    return isinstance(call.target, torch._ops.HigherOrderOperator) and call.target.name() in KNOWN
+def calls_op(node: fx.Node, *names: str) -> bool:
+    """Whether a node calls one of the higher-order ops of these names."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in names
 
 
 def operands(call: fx.Node, body: fx.GraphModule) -> list[Any] | None:
     """What the call gives for each placeholder of `body`, one of its bodies; None where that is not known."""
-    if not is_known(call):
+    if not calls_op(call, *KNOWN):
         return None
     last = max(index for index, argument in enumerate(call.args) if body_of(argument) is not None)
     # Behind the body of an invoke_subgraph stands its identifier.
-    behind = last + (2 if op_of(call) == INVOKE_SUBGRAPH else 1)
+    behind = last + (2 if calls_op(call, INVOKE_SUBGRAPH) else 1)
     given = torch.utils._pytree.tree_leaves(list(call.args[behind:]))
     return given if len(given) == len(body.graph.find_nodes(op="placeholder")) else None

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
-from .emitter import Emitter
+from .emitter import STANDS_FOR, Emitter
 from .guarded import Guarded, PassError
-from .higher_order import INVOKE_SUBGRAPH, op_of
+from .higher_order import INVOKE_SUBGRAPH, calls_op
 from .match import Match
 from .vocabulary import NONE
 
@@ -24,7 +24,8 @@ def rewritten(
 ) -> fx.Graph:
     """A copy of `graph` with each match replaced by what its `replace(emit, **calls)` emits. The original is not touched.
 
-    bodies: for attributes that hold the bodies of higher-order ops, by name, what takes their place. The copy's `owning_module` has these.
+    bodies: for attributes that hold the bodies of higher-order ops, by name, what takes their place. The copy belongs to the same module as the
+    original, or where it reads new bodies to one of its own, which has all else in common with that.
     Raises PassError, with the match, for the first replacement that is no good.
     """
     duplicate = copy.deepcopy(graph)
@@ -38,34 +39,36 @@ def rewritten(
         except PassError as error:
             error.match = match
             raise
-    if bodies:
-        _give_bodies(duplicate, graph.owning_module, bodies)
     duplicate.lint()
+    duplicate.owning_module = graph.owning_module
+    if bodies:
+        _give_bodies(duplicate, bodies)
     return duplicate
 
 
-def module_of(graph: fx.Graph, owner: fx.GraphModule) -> fx.GraphModule:
-    """A module of a rewritten graph, with what it reads of the one that the original belongs to and with its meta."""
-    if graph.owning_module is None:
-        _own(graph, owner, {})
-    return graph.owning_module
+def body_made(graph: fx.Graph, name: str, body: fx.GraphModule) -> fx.GraphModule:
+    """The body of a higher-order op that a rewritten graph becomes, with the meta of the one that it takes the place of. name: that one's."""
+    module = graph.owning_module if graph.owning_module is not body else _module(graph, body, {})
+    module.meta[STANDS_FOR] = name
+    return module
 
 
-def _give_bodies(duplicate: fx.Graph, owner: fx.GraphModule, bodies: Mapping[str, fx.GraphModule]) -> None:
-    """Lets a copied graph read new bodies, in a module of its own."""
+def _give_bodies(duplicate: fx.Graph, bodies: Mapping[str, fx.GraphModule]) -> None:
+    owner = duplicate.owning_module
     fresh = {name: _fresh(owner, f"{name.replace('.', '_')}_fused") for name in bodies}
     for node in duplicate.find_nodes(op="get_attr"):
         if node.target in bodies:
             node.target = fresh[node.target]
-            for call in node.users:
+            for call in list(node.users):
                 _rename_region(call)
-    _own(duplicate, owner, {fresh[name]: body for name, body in bodies.items()})
+    _module(duplicate, owner, {fresh[name]: body for name, body in bodies.items()})
 
 
-def _own(graph: fx.Graph, owner: fx.GraphModule, bodies: Mapping[str, fx.GraphModule]) -> None:
+def _module(graph: fx.Graph, owner: fx.GraphModule, bodies: Mapping[str, fx.GraphModule]) -> fx.GraphModule:
     held = {node.target for node in graph.nodes if node.op in ("get_attr", "call_module") and node.target not in bodies}
     module = fx.GraphModule({**{name: operator.attrgetter(name)(owner) for name in held}, **bodies}, graph)
     module.meta, module.training = dict(owner.meta), owner.training
+    return module
 
 
 def _fresh(owner: fx.GraphModule, name: str) -> str:
@@ -74,7 +77,7 @@ def _fresh(owner: fx.GraphModule, name: str) -> str:
 
 def _rename_region(call: fx.Node) -> None:
     """By its identifier AOTAutograd knows the body of an invoke_subgraph again, in all that is compiled for one graph of Dynamo's."""
-    if op_of(call) == INVOKE_SUBGRAPH:
+    if calls_op(call, INVOKE_SUBGRAPH):
         call.update_arg(1, f"{call.args[1]}_fused")
 
 
