@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import autotune, dump, engine, precision, torch_private
+from . import autotune, bodies, dump, engine, precision, torch_private
 from .build import build_hash
 from .chain import chain_names
 from .emitter import FINGERPRINT
@@ -78,7 +78,7 @@ def fuse_in_place(gm: fx.GraphModule, options: Options, timer: Timer | None = No
     try:
         graph, report = engine.fuse(gm.graph, options, timer=timer)
         if graph is not gm.graph:
-            gm.graph = graph
+            bodies.adopt(gm, graph)
     except Exception as error:
         if options.strict:
             raise
@@ -88,7 +88,7 @@ def fuse_in_place(gm: fx.GraphModule, options: Options, timer: Timer | None = No
 
 
 def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], inductor: Callable[..., Any]) -> Callable[..., Any]:
-    emitted = [node for node in gm.graph.nodes if FINGERPRINT in node.meta]
+    emitted = [node for graph in bodies.graphs_below(gm.graph).values() for node in graph.nodes if FINGERPRINT in node.meta]
     if not emitted:
         return inductor(gm, example_inputs)
     with _cache_key(emitted):

@@ -13,7 +13,7 @@ from .guarded import Guarded, PassError
 from .match import Match, Miss
 from .options import Options
 from .report import Declined, Fused, location_of, text_of
-from .safety import refusal
+from .safety import Refusal, refusal
 from .view import GraphView
 from .weigh import Timer, Weighed, weigh
 
@@ -39,11 +39,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Terms:
-    """On what terms candidates are decided. timer: measures implementations instead of predicting their times."""
+    """On what terms candidates are decided. timer: measures implementations instead of predicting their times. around: refuses a match for
+    what its graph does not show, where that is the body of a higher-order op."""
 
     options: Options
     unavailable: Availability = library.unavailable
     timer: Timer | None = None
+    around: Callable[[Match], Refusal | None] = lambda match: None
 
 
 def decide(view: GraphView, found: Match | Miss, terms: Terms, taken: Mapping[fx.Node, str]) -> Plan | Declined:
@@ -53,7 +55,7 @@ def decide(view: GraphView, found: Match | Miss, terms: Terms, taken: Mapping[fx
     overlap = next((node for node in found.in_order if node in taken), None)
     if overlap is not None:
         return declined(found, overlap, f"{overlap.name} already belongs to another fused chain, {taken[overlap]}")
-    unsafe = refusal(view, found)
+    unsafe = refusal(view, found) or terms.around(found)
     if unsafe is not None:
         return declined(found, *unsafe)
     anchor, chain = found.anchor, found.chain

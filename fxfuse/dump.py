@@ -77,7 +77,7 @@ class Record:
         # Of a graph that fails to compile no chain is fused in the end: the scripts stay, for they show it.
         self._chains = Report(fused=list(report.fused), declined=list(report.declined))
         if self._options.dump is not None:
-            self._repros = repros(self._gm, self._graph, report, self._options, self._inductor)
+            self._repros = repros(self._graph, report, self._options, self._inductor)
             self._files.update({repro.file: repro.text for repro in self._repros if repro.file})
         self._draw("after", self._gm.graph)
 

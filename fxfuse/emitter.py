@@ -119,11 +119,13 @@ class Emitter:
         return self._copied.get(value, value) if isinstance(value, fx.Node) else value
 
     def _create(self, kind: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = NONE, like: fx.Node | None = None) -> fx.Node:
-        """A new node in front of the chain's last, with the provenance of `like` (the last node by default)."""
+        """A new node in front of the chain's last, with the provenance of `like` (the last node by default) and the chain's annotations."""
         meta = (like or self._last).meta
         with self._graph.inserting_before(self._last):
             node = self._graph.create_node(kind, target, tuple(args), dict(kwargs))
         node.meta = {key: copy.copy(meta[key]) for key in INHERITED if key in meta}
+        # The same for every node of the chain: `safety.annotations` sees to that.
+        node.meta |= torch_private.annotations(like or self._last)
         node.meta[STANDS_FOR] = tuple(replaced.name for replaced in self._match.in_order)
         node.meta[FINGERPRINT] = self._match.chain.fingerprint
         return node

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import fx
 from torch._dynamo.utils import counters
 
-from . import library
+from . import body_safety, library
+from .bodies import Body, bodies_of
 from .chain import Chain, chains
 from .decide import Availability, Plan, Terms, decide, declined, unread
 from .guarded import PassError
+from .higher_order import body_of
 from .match import Match, Miss, find
 from .options import Options
-from .report import Declined, Report
-from .replacement import rewritten
-from .values import attribute_of, value_of
+from .replacement import body_made, rewritten
+from .report import Declined, Fused, Report
+from .values import value_of
 from .view import GraphView, Views
 from .weigh import Timer
 
@@ -43,43 +46,29 @@ def fuse(
     """
     report, terms = Report(graphs=1), Terms(options, unavailable, timer)
     on = _chains_on(options)
-    plans = plan(graph, on, terms, report)
-    decline_nested(graph, on, options, report)
+    plans = {body: plan(body, on, terms, report) for body in bodies_of(graph)}
     if options.strict and _left(report, plans):
         raise NotFusedError(report)
-    result, done = _rewritten(graph, plans, options, report)
-    report.fused += [p.fused() for p in done]
-    return result, report
+    return _rewritten(graph, plans, options, report), report
 
 
-def plan(graph: fx.Graph, on: Sequence[Chain], terms: Terms, report: Report) -> list[Plan]:
-    """Chooses for every candidate of every chain that is on; what is declined goes into the report. A node serves one plan at most: that of
-    the chain that comes first."""
+def plan(body: Body, on: Sequence[Chain], terms: Terms, report: Report) -> list[Plan]:
+    """Chooses for every candidate in one graph of every chain that is on; what is declined goes into the report. A node serves one plan at
+    most: that of the chain that comes first."""
     plans: list[Plan] = []
     taken: dict[fx.Node, str] = {}
-    for view, found in _candidates(graph, on, terms.options, report):
-        decision = _decision(view, found, terms, taken)
-        if isinstance(decision, Plan):
-            plans.append(decision)
-            taken |= dict.fromkeys(decision.match.nodes, decision.match.chain.name)
-        else:
-            report.declined.append(decision)
-    order = {node: index for index, node in enumerate(graph.nodes)}
+    inner, terms = Report(), replace(terms, around=partial(body_safety.refusal, body))
+    with body.state():
+        for view, found in _candidates(body, on, terms.options, inner):
+            decision = _decision(body, view, found, terms, taken)
+            if isinstance(decision, Plan):
+                plans.append(decision)
+                taken |= dict.fromkeys(decision.match.nodes, decision.match.chain.name)
+            else:
+                inner.declined.append(decision)
+    report.declined += [replace(record, body=body.name) for record in inner.declined]
+    order = {node: index for index, node in enumerate(body.graph.nodes)}
     return sorted(plans, key=lambda p: order[p.match.anchor.node])
-
-
-def decline_nested(graph: fx.Graph, on: Sequence[Chain], options: Options, report: Report, path: str = "") -> None:
-    """Declines the candidates in the bodies of higher-order ops (checkpoint, cond): only the graph itself is rewritten."""
-    bodies = {f"{path}{node.target}": attribute_of(node) for node in graph.nodes if node.op == "get_attr"}
-    for name, body in bodies.items():
-        if not isinstance(body, fx.GraphModule):
-            continue
-        inner = Report()
-        for _, found in _candidates(body.graph, on, options, inner):
-            call = found.call if isinstance(found, Miss) else found.anchor
-            inner.declined.append(declined(found, call.node, "it is in the body of a higher-order op (checkpoint, cond)"))
-        report.declined += [replace(record, body=name) for record in inner.declined]
-        decline_nested(body.graph, on, options, report, f"{name}.")
 
 
 def count(report: Report) -> None:
@@ -100,9 +89,9 @@ def _chains_on(options: Options) -> list[Chain]:
     return [chain for chain in chains() if options.passes is None or chain.name in options.passes]
 
 
-def _candidates(graph: fx.Graph, on: Sequence[Chain], options: Options, report: Report) -> Iterator[tuple[GraphView, Match | Miss]]:
+def _candidates(body: Body, on: Sequence[Chain], options: Options, report: Report) -> Iterator[tuple[GraphView, Match | Miss]]:
     """Every candidate of every chain, with the chain's view of the graph; a chain that cannot read the graph is declined."""
-    views = Views(graph)
+    views = Views(body.graph, body.same_storage)
     for chain in on:
         try:
             view = views.of(chain)
@@ -113,28 +102,50 @@ def _candidates(graph: fx.Graph, on: Sequence[Chain], options: Options, report: 
             yield view, found
 
 
-def _decision(view: GraphView, found: Match | Miss, terms: Terms, taken: Mapping[fx.Node, str]) -> Plan | Declined:
+def _decision(body: Body, view: GraphView, found: Match | Miss, terms: Terms, taken: Mapping[fx.Node, str]) -> Plan | Declined:
+    if body.other_op:
+        node = found.call.node if isinstance(found, Miss) else found.anchor.node
+        return declined(found, node, f"it is in the body of {body.other_op}, which fxfuse leaves as it is; call the chain outside of it")
     try:
         return decide(view, found, terms, taken)
     except PassError as error:
         return _mistaken(error, declined(found, found.anchor.node, str(error)), terms.options)
 
 
-def _left(report: Report, plans: list[Plan]) -> list[Declined]:
+def _left(report: Report, plans: Mapping[Body, list[Plan]]) -> list[Declined]:
     """The declined candidates that really stay as they are: the nodes of others are all fused, as another chain."""
-    fused = {node.name for p in plans for node in p.match.in_order}
-    return [record for record in report.declined if record.body or not fused.issuperset(record.nodes)]
+    fused = {(body.name, node.name) for body, of_body in plans.items() for p in of_body for node in p.match.in_order}
+    return [record for record in report.declined if not fused.issuperset((record.body, name) for name in record.nodes)]
 
 
-def _rewritten(graph: fx.Graph, plans: list[Plan], options: Options, report: Report) -> tuple[fx.Graph, list[Plan]]:
-    """The rewritten graph and the plans that it came of: one whose replacement is no good is declined, and the others are made anew."""
-    while plans:
+def _rewritten(graph: fx.Graph, plans: Mapping[Body, list[Plan]], options: Options, report: Report) -> fx.Graph:
+    """The rewritten graph, which reads rewritten bodies, from the innermost out. Neither the original nor a body of its is touched."""
+    made: dict[fx.GraphModule, fx.GraphModule] = {}
+    fused: list[list[Fused]] = []
+    result = graph
+    for body, of_body in reversed(plans.items()):
+        read = {node.target: made[inner] for node in body.graph.find_nodes(op="get_attr") if (inner := body_of(node)) in made}
+        with body.state():
+            result, done = _rewritten_one(body, of_body, read, options, report)
+            fused.append([replace(p.fused(), body=body.name, calls=body.calls) for p in done])
+        if body.module is not None and result is not body.graph:
+            made[body.module] = body_made(result, body.name, body.graph.owning_module)
+    report.fused += [record for records in reversed(fused) for record in records]
+    return result
+
+
+def _rewritten_one(
+    body: Body, plans: list[Plan], read: Mapping[str, fx.GraphModule], options: Options, report: Report
+) -> tuple[fx.Graph, list[Plan]]:
+    """A graph rewritten, and the plans that it came of: one whose replacement is no good is declined, and the others are made anew."""
+    while plans or read:
         try:
-            return rewritten(graph, [(p.match, p.weighed.taken.replace) for p in plans]), plans
+            return rewritten(body.graph, [(p.match, p.weighed.taken.replace) for p in plans], read), plans
         except PassError as error:
-            report.declined.append(_mistaken(error, declined(error.match, error.match.anchor.node, str(error)), options))
+            record = _mistaken(error, declined(error.match, error.match.anchor.node, str(error)), options)
+            report.declined.append(replace(record, body=body.name))
             plans = [p for p in plans if p.match is not error.match]
-    return graph, plans
+    return body.graph, plans
 
 
 def _mistaken(error: PassError, record: Declined, options: Options) -> Declined:

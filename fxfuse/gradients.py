@@ -23,7 +23,12 @@ def is_needed(match: Match) -> bool:
         return True
     if _values_tell(match) or not torch.is_grad_enabled():
         return False
-    return any(is_trained(node) for node in ancestors(match.inputs))
+    return is_trained(*match.inputs)
+
+
+def is_trained(*values: fx.Node | ModuleParameter) -> bool:
+    """Whether any of the values depends on a tensor that needs a gradient, in a graph whose own values do not say so."""
+    return any(_is_trained(node) for node in ancestors(values))
 
 
 def training_of(match: Match) -> Training | None:
@@ -63,7 +68,7 @@ def _needs_one(match: Match, argument: Any) -> bool:
     value = value_of(argument)
     if _values_tell(match):
         return isinstance(value, torch.Tensor) and value.requires_grad
-    return isinstance(value, torch.Tensor) and any(is_trained(node) for node in ancestors([argument]))
+    return isinstance(value, torch.Tensor) and is_trained(argument)
 
 
 def ancestors(values: Sequence[fx.Node | ModuleParameter]) -> Iterator[fx.Node | ModuleParameter]:
@@ -78,7 +83,7 @@ def ancestors(values: Sequence[fx.Node | ModuleParameter]) -> Iterator[fx.Node |
         pending += new
 
 
-def is_trained(argument: fx.Node | ModuleParameter) -> bool:
+def _is_trained(argument: fx.Node | ModuleParameter) -> bool:
     """Whether a parameter or buffer, the parameters of a module that is called, or else a value needs a gradient."""
     real = attribute_of(argument) if isinstance(argument, fx.Node) and argument.op in ("get_attr", "call_module") else value_of(argument)
     tensors = real.parameters() if isinstance(real, nn.Module) else [real]

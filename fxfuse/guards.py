@@ -141,7 +141,7 @@ def _without_gradient(op: fx.Node) -> list[fx.Node]:
     if op.target.name().partition(".")[0].endswith(gradients.SUFFIX):
         return []
     sources = [node for node in gradients.ancestors([op]) if node.op in ("placeholder", "get_attr", "call_module")]
-    return [] if torch.is_grad_enabled() and any(map(gradients.is_trained, sources)) else sources
+    return [] if torch.is_grad_enabled() and gradients.is_trained(*sources) else sources
 
 
 def _path(node: fx.Node) -> Path:

@@ -16,7 +16,9 @@ import torch
 from torch import fx
 
 from . import torch_private
+from .bodies import graphs_below
 from .emitter import STANDS_FOR
+from .higher_order import body_of
 from .report import location_of, stack_of
 from .values import attribute_of, value_of
 
@@ -33,13 +35,23 @@ Picture = dict[str, Any]
 
 
 def picture(graph: fx.Graph) -> Picture:
-    """What the page shows of a graph: {"nodes": [...], "stacks": [...]}, plain JSON.
+    """What the page shows of a graph: {"nodes": [...], "stacks": [...], "bodies": {name: picture}}, plain JSON.
 
     Nodes come in graph order. kind: "input", "state" (a parameter, buffer or constant), "call" or "output". target: what it calls. values: a
     dict with dtype, shape, stride, device as text for each tensor in its value, or text for anything else. inputs: names of the nodes
     that it reads. at: file:line. stack: index into the stacks, -1 for none. body: whether it is the body of a higher-order op. stands_for:
-    names of the chain's nodes that it was put in the place of.
+    names of the chain's nodes that it was put in the place of. Bodies of higher-order ops are pictures of their own, by the attribute that holds
+    them; a rewritten one under the name of the one that it took the place of.
     """
+    below = {_name_before(name, inner): _nodes(inner) for name, inner in graphs_below(graph).items() if name}
+    return {**_nodes(graph), "bodies": below}
+
+
+def _name_before(name: str, body: fx.Graph) -> str:
+    return body.owning_module.meta.get(STANDS_FOR, name)
+
+
+def _nodes(graph: fx.Graph) -> Picture:
     stacks: dict[str, int] = {}
     return {"nodes": [_node(node, stacks) for node in graph.nodes], "stacks": list(stacks)}
 
@@ -58,7 +70,7 @@ def html(document: Mapping[str, Any], graphs: Sequence[tuple[Picture, Picture]])
 def _node(node: fx.Node, stacks: dict[str, int]) -> dict[str, Any]:
     trace = stack_of(node)
     held = attribute_of(node) if node.op == "get_attr" else None
-    body = isinstance(held, fx.GraphModule)
+    body = body_of(node) is not None
     value = held if isinstance(held, torch.Tensor) and value_of(node) is None else value_of(node)
     return {
         "name": node.name,

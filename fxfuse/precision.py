@@ -14,6 +14,8 @@ import torch
 from torch import fx
 
 from . import torch_private
+from .bodies import graphs_below
+from .higher_order import INVOKE_SUBGRAPH, body_of, calls_op
 from .values import value_of
 
 ARGUMENT = "precision"
@@ -41,9 +43,9 @@ def _switched(precision: str, before: str) -> Iterator[None]:
 
 
 def calls(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
-    """Calls of fused ops on fp32 CUDA inputs, whose result depends on the switches, and where they take their precision."""
+    """Calls of fused ops on fp32 CUDA inputs, whose result depends on the switches, and where they take their precision; those in bodies too."""
     found = []
-    for node in graph.nodes:
+    for node in (node for below in graphs_below(graph).values() for node in below.nodes):
         if getattr(node.target, "namespace", None) == "fxfuse" and _follows_switch(node):
             names = [argument.name for argument in node.target._schema.arguments]
             if ARGUMENT in names:
@@ -53,14 +55,17 @@ def calls(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
 
 def compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
     """`compile_graph(example_inputs)`, which compiles `gm` as it stands; where fused ops in it follow the switches, a callable that does."""
-    following = calls(gm.graph)
+    following, regions = calls(gm.graph), _regions(gm.graph)
     if not following:
         return compile_graph(example_inputs)
 
     def variant(precision: str, inputs: Sequence[Any]) -> Callable[..., Any]:
         for node, index in following:
             node.update_arg(index, precision)
-        gm.recompile()
+        for call, identifier in regions.items():
+            call.update_arg(1, f"{identifier}_{precision}")
+        for graph in graphs_below(gm.graph).values():
+            graph.owning_module.recompile()
         return compile_graph(inputs)
 
     variants = {current(): variant(current(), example_inputs)}
@@ -76,6 +81,12 @@ def compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: C
         return variants[precision](*args)
 
     return follow
+
+
+def _regions(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Calls of invoke_subgraph whose bodies hold such calls, and their identifiers, by which AOTAutograd would take one variant for another."""
+    nodes = [node for below in graphs_below(graph).values() for node in below.nodes if calls_op(node, INVOKE_SUBGRAPH)]
+    return {node: node.args[1] for node in nodes if calls(body_of(node.args[0]).graph)}
 
 
 def _follows_switch(node: fx.Node) -> bool:

@@ -46,6 +46,7 @@ class Fused:
     shapes: "input -> convolution output -> result" (of another anchor its output), each as [N, C, ...]; symbolic sizes by name.
     choice: why this implementation was taken. candidates: every way that was weighed, this one included.
     location: file:line of the anchor in the user's code. graph: number of its graph within the report.
+    body: the attribute that holds their graph, if it is the body of a higher-order op. calls: how often one run of the module calls that graph.
     """
 
     chain: str
@@ -56,6 +57,8 @@ class Fused:
     location: str
     candidates: tuple[Candidate, ...] = ()
     graph: int = 0
+    body: str = ""
+    calls: int = 1
 
 
 @dataclass(frozen=True)

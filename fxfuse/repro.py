@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from . import precision, registry, torch_private
+from .bodies import bodies_of
 from .cut import cut_out, inputs_of
 from .document import Repro
 from .options import Options
@@ -63,12 +64,13 @@ def state() -> State:
     return State(torch.is_grad_enabled(), precision.current() == "tf32", {type: torch.get_autocast_dtype(type) for type in types})
 
 
-def repros(gm: fx.GraphModule, graph: fx.Graph, report: Report, options: Options, inductor: Mapping[str, Any]) -> list[Repro]:
-    """A script for each fused chain of `graph`, which is what the module `gm` was before rewriting, then one for each declined chain."""
-    made = []
+def repros(graph: fx.Graph, report: Report, options: Options, inductor: Mapping[str, Any]) -> list[Repro]:
+    """A script for each fused chain of `graph`, which is what its module was before rewriting, then one for each declined chain."""
+    made, by_name = [], {body.name: body for body in bodies_of(graph)}
     for record in (*report.fused, *report.declined):
-        body = getattr(record, "body", "")
-        text = script(gm.get_submodule(body).graph if body else graph, record, options, inductor)
+        body = by_name[record.body]
+        with body.state():
+            text = script(body.graph, record, options, inductor)
         made.append(Repro(f"repro_{len(made)}_{record.chain}.py", None, text[0]) if text[0] else Repro(None, text[1]))
     return made
 

@@ -15,6 +15,7 @@ from . import engine, guards, torch_private
 from .options import Options
 from .report import Report
 from .rewritten import Rewritten
+from .values import attribute_of
 
 
 def rewritten(gm: fx.GraphModule, example_inputs: tuple[Any, ...], options: Options) -> tuple[fx.GraphModule, Report]:
@@ -28,7 +29,12 @@ def rewritten(gm: fx.GraphModule, example_inputs: tuple[Any, ...], options: Opti
     chains = tuple(dict.fromkeys(record.chain for record in report.fused))
     # A graph that was captured with its sizes has guards of its own, or its caller has.
     is_fixed = _fixed_sizes(gm, example_inputs, dataclasses.replace(options, passes=chains)) if engine.needs_values(gm.graph) else _none_is
-    return Rewritten(gm, graph, guards.of(annotated.graph, graph, is_fixed)), report
+    return Rewritten(gm, graph, guards.of(annotated.graph, graph, is_fixed), _bodies(gm, graph)), report
+
+
+def _bodies(gm: fx.GraphModule, graph: fx.Graph) -> dict[str, fx.GraphModule]:
+    """The rewritten bodies that the graph reads, which `gm` does not have."""
+    return {node.target: attribute_of(node) for node in graph.find_nodes(op="get_attr") if not hasattr(gm, node.target.partition(".")[0])}
 
 
 def _annotated(gm: fx.GraphModule, example_inputs: tuple[Any, ...]) -> fx.GraphModule:

@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from . import library, torch_private
 from .guards import Guards
+from .vocabulary import NONE
 
 # Rewritten modules by number, and those that said why they run unfused.
 _numbers = itertools.count()
@@ -22,18 +23,20 @@ _told: set[int] = set()
 
 class Rewritten(fx.GraphModule):
     """`given` with a rewritten graph. Parameters, buffers, submodules and hooks are those of `given`, in the same dicts: what is assigned,
-    loaded or registered on one is so on both. Other attributes are read from `given`.
+    loaded or registered on one is so on both. Other attributes are read from `given`. bodies: of higher-order ops, by the names that the graph
+    reads them by, where they were rewritten too.
 
     A call whose state is not that of the guards runs the graph of `given`, and the first such call warns.
     """
 
-    def __init__(self, given: fx.GraphModule, graph: fx.Graph, guards: Guards) -> None:
+    def __init__(self, given: fx.GraphModule, graph: fx.Graph, guards: Guards, bodies: Mapping[str, fx.GraphModule] = NONE) -> None:
         # From the graph's own references a GraphModule would make modules and buffers of its own.
         super().__init__(nn.Module(), fx.Graph())
         own, shared = vars(self), vars(nn.Module())
         # An attribute that hides a method (`train` of an exported module) would not be looked for in `given`.
         own.update({name: value for name, value in vars(given).items() if name in shared or (name not in own and hasattr(type(self), name))})
-        own.update(_given=given, _guards=guards, _number=next(_numbers), meta=dict(given.meta), _tracer_cls=given._tracer_cls)
+        own.update(bodies)
+        own.update(_given=given, _guards=guards, _bodies=dict(bodies), _number=next(_numbers), meta=dict(given.meta), _tracer_cls=given._tracer_cls)
         self.graph = graph
 
     def __getattr__(self, name: str) -> Any:
@@ -51,17 +54,17 @@ class Rewritten(fx.GraphModule):
         return code
 
     def __copy__(self) -> Rewritten:
-        return Rewritten(copy.copy(self._given), torch_private.copy_of(self.graph), self._guards)
+        return Rewritten(copy.copy(self._given), torch_private.copy_of(self.graph), self._guards, self._bodies)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
-        given = copy.deepcopy(self._given, memo)
-        memo[id(self)] = duplicate = Rewritten(given, torch_private.copy_of(self.graph), copy.deepcopy(self._guards, memo))
+        given, guards, bodies = (copy.deepcopy(own, memo) for own in (self._given, self._guards, self._bodies))
+        memo[id(self)] = duplicate = Rewritten(given, torch_private.copy_of(self.graph), guards, bodies)
         return duplicate
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As any GraphModule: by its code, which is traced again where it is loaded.
         traced, parts = fx.GraphModule(self, torch_private.copy_of(self.graph)).__reduce__()
-        return _restored, (self._given, traced, parts, self._guards)
+        return _restored, (self._given, traced, parts, self._guards, self._bodies)
 
 
 def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,10 +91,12 @@ def _tell(number: int, failed: str) -> None:
         )
 
 
-def _restored(given: fx.GraphModule, traced: Callable[..., fx.GraphModule], parts: tuple[Any, ...], guards: Guards) -> fx.GraphModule:
+def _restored(
+    given: fx.GraphModule, traced: Callable[..., fx.GraphModule], parts: tuple[Any, ...], guards: Guards, bodies: Mapping[str, fx.GraphModule]
+) -> fx.GraphModule:
     """The rewritten module in the process that loads it; `given` where the kernels cannot be used there."""
     reasons = [library.unavailable(device) for device in guards.autocast]
     if any(reasons):
         warnings.warn(f"fxfuse: a rewritten module is loaded unfused: {next(filter(None, reasons))}", stacklevel=2)
         return given
-    return Rewritten(given, traced(*parts).graph, guards)
+    return Rewritten(given, traced(*parts).graph, guards, bodies)

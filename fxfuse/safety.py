@@ -16,7 +16,7 @@ from torch import fx
 from . import gradients, torch_private
 from .match import Match, describe, listed
 from .report import location_of
-from .values import name_of, value_of
+from .values import ModuleParameter, name_of, value_of
 from .view import GraphView
 from .writes import written
 
@@ -27,7 +27,7 @@ DEVICES = ("cuda", "cpu")
 
 def refusal(view: GraphView, match: Match) -> Refusal | None:
     """The first reason why replacing the match would not be safe, or None."""
-    checks = (unknown_values, outside_readers, inner_operands, foreign_writes, writes_between, writes_behind, state_changes, devices)
+    checks = (unknown_values, outside_readers, inner_operands, foreign_writes, writes_between, writes_behind, state_changes, devices, annotations)
     return next((found for check in checks for found in check(view, match)), None)
 
 
@@ -109,15 +109,20 @@ def writes_behind(view: GraphView, match: Match) -> Iterator[Refusal]:
     if not gradients.is_needed(match):
         return
     _, last = _span(view, match)
+    for argument in match.inputs:
+        yield from written_behind(view, argument, last)
+
+
+def written_behind(view: GraphView, argument: fx.Node | ModuleParameter, last: int) -> Iterator[Refusal]:
+    """What may write behind a position to a value that a backward reads again."""
     # A backward that is in the graph itself is over once it is called; any other one comes when the graph has run.
     backward = next((index for node, index in view.order.items() if node.target is torch.autograd.grad and index > last), len(view.nodes))
-    for argument in match.inputs:
-        writer = view.write_between(argument, last, backward)
-        if writer is not None:
-            yield writer, (
-                f"the result needs a gradient, and {describe(view, writer)} may write to {name_of(argument)} behind the chain{_at(writer)}, "
-                "whose backward reads it again; write to a copy, or before the chain"
-            )
+    writer = view.write_between(argument, last, backward)
+    if writer is not None:
+        yield writer, (
+            f"the result needs a gradient, and {describe(view, writer)} may write to {name_of(argument)} behind the chain{_at(writer)}, "
+            "whose backward reads it again; write to a copy, or before the chain"
+        )
 
 
 def state_changes(view: GraphView, match: Match) -> Iterator[Refusal]:
@@ -141,6 +146,19 @@ def devices(view: GraphView, match: Match) -> Iterator[Refusal]:
         value = value_of(argument)
         if isinstance(value, torch.Tensor) and value.device != device and (value.dim() > 0 or value.device.type != "cpu"):
             yield match.anchor.node, f"{name_of(argument)} is on {value.device}, {match.subject} on {device}"
+
+
+def annotations(view: GraphView, match: Match) -> Iterator[Refusal]:
+    """One node cannot be marked in two ways (a region's memory budget, what is to be recomputed, a user's own mark)."""
+    first, marks = match.anchor.node, torch_private.annotations(match.anchor.node)
+    for node in match.in_order:
+        other = torch_private.annotations(node)
+        name = next((name for name in {**marks, **other} if marks.get(name) != other.get(name)), None)
+        if name is not None:
+            yield node, (
+                f"{node.name} is annotated otherwise ({name}={other.get(name)!r}) than {first.name} ({marks.get(name)!r}); "
+                "let the region hold the whole chain, or nothing of it"
+            )
 
 
 def _span(view: GraphView, match: Match) -> tuple[int, int]:

@@ -6,6 +6,7 @@ schemas (`torch._C.FunctionSchema`), `torch._C._nn`, `torch.utils._pytree`, and 
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import sys
@@ -22,9 +23,13 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointPolicy
 
 # Raised where fake tensors cannot stand in for data.
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
+
+# What torch copies from node to node as well: where a node comes from, which differs from one to the next.
+PROVENANCE = ("nn_module_stack", "torch_fn", "source_fn_stack", "original_aten", "from_node", "_numeric_debug_handle")
 
 # Not failures: with these Inductor asks Dynamo to trace once more (a float input that should be a constant, say), or to leave a frame alone.
 Restart = (RestartAnalysis, SkipFrame)
@@ -289,8 +294,8 @@ def readable(graph: fx.Graph) -> str:
     Bodies of higher-order ops follow. `GraphModule.print_readable` would need the graph to be a module's.
     """
     code = graph.python_code("self", verbose=True, include_stride=True, include_device=True, expanded_def=True).src
-    bodies = [(node.target, getattr(graph.owning_module, str(node.target), None)) for node in graph.find_nodes(op="get_attr")]
-    nested = [f"# self.{name}\n{readable(body.graph)}" for name, body in bodies if isinstance(body, fx.GraphModule)]
+    bodies = {node.target: getattr(graph.owning_module, str(node.target), None) for node in graph.find_nodes(op="get_attr")}
+    nested = [f"# self.{name}\n{readable(body.graph)}" for name, body in bodies.items() if isinstance(body, fx.GraphModule)]
     return "\n\n".join([code.strip() + "\n", *nested])
 
 
@@ -342,6 +347,34 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Whether `tensor` stands for a plain tensor or parameter, not for another subclass (DTensor) or a functorch wrapper."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return not is_wrapped and type(tensor) in (FakeTensor, torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def policies_of(body: fx.GraphModule) -> list[Any]:
+    """The `context_fn` of a selective checkpoint, where a body is one's: Dynamo keeps it in the body's meta alone."""
+    return [body.meta["_checkpoint_context_fn"]] if "_checkpoint_context_fn" in body.meta else []
+
+
+def asking(context_fn: Any, note: Callable[[Any, bool], None]) -> AbstractContextManager[Any]:
+    """Within it a selective checkpoint's policy is asked about every op, and nothing saved; note: is given the op and whether it would be.
+
+    What `create_selective_checkpoint_contexts` makes of functions and lists holds the policy, and has no public way to ask it.
+    """
+    forward, _ = context_fn()
+    policy = forward.policy_fn
+
+    def ask(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        answer = policy(context, op, *args, **kwargs)
+        note(op, answer is True or answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE))
+        return CheckpointPolicy.MUST_RECOMPUTE
+
+    forward.policy_fn = ask
+    return forward
+
+
+def annotations(node: fx.Node) -> dict[str, Any]:
+    """What a node is marked with by a region of the user's code or by an earlier pass, for those behind; torch copies it from node to node."""
+    kept = (name for name in fx.proxy._COPY_META_FIELDS if name not in PROVENANCE)
+    return {name: node.meta[name] for name in kept if node.meta.get(name) not in (None, {}, False)}
 
 
 def annotate(graph_module: fx.GraphModule, example_inputs: tuple[Any, ...], fake_mode: Any) -> None:

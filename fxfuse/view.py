@@ -21,7 +21,7 @@ from .guarded import Guarded, PassError
 from .identities import is_identity
 from .states import changes_state, transform_step
 from .values import ModuleParameter, attribute_of, value_of
-from .vocabulary import Args, Spelling, Vocabulary, Word
+from .vocabulary import NONE, Args, Spelling, Vocabulary, Word
 from .writes import reshapes, written
 
 
@@ -69,16 +69,20 @@ class Call:
 
 
 class Views:
-    """A graph as each chain reads it: one view for all chains of the same words, made when it is first asked for."""
+    """A graph as each chain reads it: one view for all chains of the same words, made when it is first asked for.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    same_storage: as `GraphView` takes it.
+    """
+
+    def __init__(self, graph: fx.Graph, same_storage: Mapping[int, int] = NONE) -> None:
         self._graph = graph
+        self._same_storage = same_storage
         self._views: dict[Vocabulary, GraphView] = {}
 
     def of(self, chain: Chain) -> GraphView:
         """The view of a chain. Raises PassError for a mistake in its words."""
         if chain.vocabulary not in self._views:
-            self._views[chain.vocabulary] = GraphView(self._graph, chain)
+            self._views[chain.vocabulary] = GraphView(self._graph, chain, self._same_storage)
         return self._views[chain.vocabulary]
 
 
@@ -86,11 +90,12 @@ class GraphView:
     """Words, order, readers and writes of one graph; built in one pass, linear in its size.
 
     chain: whose words nodes are read as; by default the words that every chain knows. Raises PassError for a mistake in the chain's own.
+    same_storage: of storages that example values take for two, though they may be one, which one stands for both.
     calls: the word a node spells, by the node that reads its arguments.
     readers: the nodes that read a value, by the node that wrote it last, in graph order.
     """
 
-    def __init__(self, graph: fx.Graph, chain: Chain | None = None) -> None:
+    def __init__(self, graph: fx.Graph, chain: Chain | None = None, same_storage: Mapping[int, int] = NONE) -> None:
         self._vocabulary = chain.vocabulary if chain is not None else words.vocabulary()
         self._reader = chain.name if chain is not None else ""
         self.nodes = list(graph.nodes)
@@ -100,7 +105,7 @@ class GraphView:
         # Positions of writes by storage; under None those whose storage is not known, which may be any.
         self._writes: dict[int | None, list[int]] = defaultdict(list)
         # A parameter is a fake tensor where a get_attr node reads it and the real one where a module holds it.
-        self._real_storage: dict[int, int] = {}
+        self._real_storage: dict[int, int] = dict(same_storage)
         # The node that reshapes a tensor in place, by the tensor's node.
         self.reshaped: dict[fx.Node, fx.Node] = {}
         # Positions of nodes that change how later ops run, and how many torch.func transforms are open before the first and behind each.

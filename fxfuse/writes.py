@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from . import torch_private
+from .higher_order import body_of, operands
 from .values import ModuleParameter, value_of
 
 IN_PLACE_OPERATORS = {
@@ -28,7 +30,7 @@ RESHAPES = frozenset("resize_ resize_as_ set_ squeeze_ unsqueeze_ transpose_ t_ 
 
 def written(node: fx.Node) -> list[fx.Node | ModuleParameter]:
     """The tensors that `node` writes to: through in-place methods, operators and functions, `out=`, `inplace=True`, schemas that say so,
-    modules' buffers. A higher-order op may write to every tensor that it is given."""
+    modules' buffers. A higher-order op writes to what its bodies write to; one of which that is not known may write to every tensor it is given."""
     if node.op not in ("call_function", "call_method", "call_module"):
         return []
     found = _flat(node.kwargs.get("out"))
@@ -37,7 +39,7 @@ def written(node: fx.Node) -> list[fx.Node | ModuleParameter]:
     elif node.op == "call_method":
         found += _flat(node.args[:1]) if _in_place_name(node.target) else []
     elif isinstance(node.target, torch._ops.HigherOrderOperator):
-        found += node.all_input_nodes
+        found += _body_writes(node)
     else:
         found += _flat(list(_function_writes(node)))
     return [target for target in dict.fromkeys(found) if _is_tensor(target)]
@@ -75,6 +77,21 @@ def _module_writes(node: fx.Node) -> list[fx.Node | ModuleParameter]:
     module = node.graph.owning_module.get_submodule(node.target)
     buffers = [ModuleParameter(f"{node.target}.{name}", buffer) for name, buffer in module.named_buffers()]
     return [*(_flat(node.args[:1]) if getattr(module, "inplace", False) else []), *buffers]
+
+
+def _body_writes(call: fx.Node) -> list[fx.Node | ModuleParameter]:
+    """The operands of a higher-order op that a body of its writes to, itself or a view of it."""
+    bodies = [body for body in map(body_of, call.all_input_nodes) if body is not None]
+    found: list[Any] = []
+    for body in bodies:
+        targets = [target for node in body.graph.nodes for target in written(node)]
+        given = operands(call, body)
+        storages = {torch_private.storage_of(value_of(target)) for target in targets}
+        if given is None or None in storages:
+            return call.all_input_nodes
+        placeholders = body.graph.find_nodes(op="placeholder")
+        found += [operand for node, operand in zip(placeholders, given) if torch_private.storage_of(value_of(node)) in storages]
+    return _flat(found) if bodies else call.all_input_nodes
 
 
 def _function_writes(node: fx.Node) -> Iterator[Any]:

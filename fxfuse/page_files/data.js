@@ -9,10 +9,21 @@ const RECORDS = [
   ...DATA.report.declined.map(record => ({ ...record, verdict: "declined" })),
 ].map((record, at) => ({ ...record, number: at + 1 }));
 
+/* Every graph, and behind it each body of a higher-order op below it: {graph, body, before, after}; a body that was not rewritten is the same on both sides. */
+const PICTURES = DATA.graphs.flatMap(({ before, after }, graph) => [
+  { graph, body: "", before, after },
+  ...Object.entries(before.bodies).map(([body, picture]) => ({ graph, body, before: picture, after: after.bodies[body] ?? picture })),
+]);
+
+/* Where a record's chain is drawn. */
+function pictureOf(record) {
+  return PICTURES.findIndex(picture => picture.graph === record.graph && picture.body === record.body);
+}
+
 /* Both sides of a graph: {before, after}, each {all: Map by name, drawn: [entry], edges: [[from, to]], stacks}.
    An entry is the node with readers, at (index in drawn, -1 for state), role and records. */
 function graphOf(number) {
-  const records = RECORDS.filter(record => record.graph === number), picture = DATA.graphs[number];
+  const records = RECORDS.filter(record => pictureOf(record) === number), picture = PICTURES[number];
   const graph = { number, records, before: sideOf(picture.before, "before"), after: sideOf(picture.after, "after") };
   for (const record of records) mark(graph, record);
   return graph;
@@ -40,14 +51,10 @@ function mark(graph, record) {
     if (op) op.stands = record;
     return;
   }
-  // A chain in the body of a higher-order op is shown where the graph holds the body.
-  const stop = record.body ? record.body.split(".")[0] : record.node;
-  const find = side => (record.body ? [...side.all.values()].find(entry => entry.body && entry.target === stop) : side.all.get(stop));
   for (const side of [graph.before, graph.after]) {
-    if (!record.body) for (const name of record.nodes) give(side.all.get(name), "partial", record);
-    give(find(side), "miss", record);
+    for (const name of record.nodes) give(side.all.get(name), "partial", record);
+    give(side.all.get(record.node), "miss", record);
   }
-  record.stop = find(graph.before)?.name;
 }
 
 const ROLES = ["", "partial", "miss", "fused"];

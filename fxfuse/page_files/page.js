@@ -75,7 +75,7 @@ function start(graph, view) {
 }
 
 function entryOf(record) {
-  return state.graph.before.all.get(record.verdict === "fused" ? record.nodes[0] : record.stop);
+  return state.graph.before.all.get(record.verdict === "fused" ? record.nodes[0] : record.node);
 }
 
 /* Selects a node, brings it into view and tells what is known of it; a parameter by the side of its first reader. */
@@ -103,9 +103,10 @@ function close() {
 
 async function choose(record) {
   if (!byId("wait").hidden) return;
-  if (record.graph !== state.graph.number) {
-    byId("graph").value = record.graph;
-    await open(record.graph);
+  const picture = pictureOf(record);
+  if (picture !== state.graph.number) {
+    byId("graph").value = picture;
+    await open(picture);
   }
   const entry = entryOf(record);
   if (entry) go(entry);
@@ -195,12 +196,12 @@ function head() {
   const told = [...(stopped ? [`stopped: ${stopped}`] : []), ...unmet];
   byId("stopped").textContent = told.join("; ");
   byId("stopped").hidden = !told.length;
-  byId("choose-graph").hidden = DATA.graphs.length < 2;
-  byId("graph").append(...DATA.graphs.map((graph, at) => element("option", { value: at }, `${at}: ${graph.before.nodes.length} nodes`)));
+  byId("choose-graph").hidden = PICTURES.length < 2;
+  byId("graph").append(...PICTURES.map(({ graph, body, before }, at) => element("option", { value: at }, `${graph}${body && ` ${body}`}: ${before.nodes.length} nodes`)));
 }
 
 head();
 showTable(byId("candidates"), choose);
 listen();
-if (DATA.graphs.length) open(0).then(() => document.body.classList.add("ready"));
+if (PICTURES.length) open(0).then(() => document.body.classList.add("ready"));
 else byId("wait").textContent = "no graph was captured";

@@ -10,7 +10,7 @@ const MARK = 9;
 /* Gives every drawn node of a side its lines of text and the size of its box. */
 function measure(side, context) {
   for (const entry of side.drawn) {
-    const told = entry.records.filter(record => entry.role === "miss" && record.stop === entry.name);
+    const told = entry.records.filter(record => entry.role === "miss" && record.node === entry.name);
     const lines = [{ font: "name", text: titleOf(entry) }, { font: "small", text: entry.values.slice(0, 2).map(shapeOf).join(", ") }];
     if (entry.stands) lines.push({ font: "text", text: choiceOf(entry.stands) }, { font: "text", text: timesOf(entry.stands) });
     const badge = BOX.badge * Math.sqrt(badgeOf(entry).length), needed = Math.max(...lines.map(line => widthOf(context, line))) + badge + 2 * BOX.padding;

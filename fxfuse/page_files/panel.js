@@ -65,9 +65,9 @@ function nodeButton(entry, go) {
 
 function recordNote(graph, record, go) {
   const note = element("div", { class: `note ${record.verdict}` }, element("strong", {}, `${record.number}: ${record.chain}, ${choiceOf(record)}`));
-  if (record.verdict === "declined") note.append(element("div", {}, `got to ${record.reached}, stopped at ${record.node}${record.body ? ` in ${record.body}` : ""}: ${record.reason}`));
-  else note.append(element("div", {}, record.choice), element("div", {}, record.choice.startsWith("predicted") ? "" : timesOf(record)), element("div", {}, record.shapes));
-  const chain = record.body ? [] : record.nodes.map(name => graph.before.all.get(name));
+  if (record.verdict === "declined") note.append(element("div", {}, `got to ${record.reached}, stopped at ${record.node}: ${record.reason}`));
+  else note.append(element("div", {}, record.choice), element("div", {}, record.choice.startsWith("predicted") ? "" : timesOf(record)), element("div", {}, record.shapes), record.calls > 1 ? element("div", {}, `called ${record.calls} times`) : "");
+  const chain = record.nodes.map(name => graph.before.all.get(name));
   note.append(...chain.filter(Boolean).map(entry => nodeButton(entry, go)));
   const became = (record.became ?? []).map(name => graph.after.all.get(name)).filter(entry => entry.at >= 0);
   if (became.length) note.append(element("div", {}, "became"), ...became.map(entry => nodeButton(entry, go)));
@@ -92,7 +92,7 @@ function rows(record, choose) {
   const where = record.location ? briefly(record.location) : record.node ?? record.nodes[0];
   const row = element("tr", { class: `record ${record.verdict}`, "data-number": record.number, tabindex: "0" },
     element("td", {}, element("i", { class: `key ${record.verdict === "fused" ? "fused" : "miss"}` }), String(record.number)),
-    element("td", {}, element("code", {}, record.chain), ...(DATA.graphs.length > 1 ? [element("br"), `graph ${record.graph}`] : [])),
+    element("td", {}, element("code", {}, record.chain), ...(PICTURES.length > 1 ? [element("br"), `graph ${record.graph}${record.body && ` ${record.body}`}`] : [])),
     choice,
     element("td", { title: record.location }, element("code", {}, where)),
     element("td", {}, record.verdict === "fused" ? `${record.choice}; ${record.shapes}` : `stopped behind ${record.reached}: ${record.reason}`),
