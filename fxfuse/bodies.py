@@ -5,7 +5,6 @@ A body is planned once, however many calls it has, and never changed: the calls 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -149,7 +148,7 @@ def _mark(body: Body) -> None:
                 trained.append(index)
     if not trained:
         return
-    body.graph = fx.GraphModule(body.module, copy.deepcopy(body.graph)).graph
+    body.graph = fx.GraphModule(body.module, torch_private.copy_of(body.graph)).graph
     placeholders = body.graph.find_nodes(op="placeholder")
     for index in trained:
         placeholders[index].meta["val"] = placeholders[index].meta["val"].detach().requires_grad_()
