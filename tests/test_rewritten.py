@@ -135,6 +135,13 @@ def test_hooks_of_the_module_given_run_once() -> None:
         assert torch.equal(fused(X), gm(X))
 
 
+def test_a_module_given_that_was_compiled_is_compiled_for_itself() -> None:
+    gm = fx.symbolic_trace(Scaled())
+    gm.compile(backend="eager")
+    fused, _ = fxfuse.rewrite(gm, X, select="always")
+    assert runs_fused(fused, X)
+
+
 def test_an_exported_module_keeps_its_checks() -> None:
     gm = torch.export.export(ConvGeluPool(), (X,), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
     fused, report = fxfuse.rewrite(gm, select="always")
