@@ -34,7 +34,8 @@ class Rewritten(fx.GraphModule):
         super().__init__(nn.Module(), fx.Graph())
         own, shared = vars(self), vars(nn.Module())
         # An attribute that hides a method (`train` of an exported module) would not be looked for in `given`.
-        own.update({name: value for name, value in vars(given).items() if name in shared or (name not in own and hasattr(type(self), name))})
+        hides = {name for name in vars(given) if name not in own and callable(getattr(type(self), name, None))}
+        own.update({name: value for name, value in vars(given).items() if name in shared or name in hides})
         own.update(bodies)
         own.update(_given=given, _guards=guards, _bodies=dict(bodies), _number=next(_numbers), meta=dict(given.meta), _tracer_cls=given._tracer_cls)
         self.graph = graph

@@ -120,3 +120,24 @@ def test_an_input_that_needs_a_gradient_goes_through_a_frozen_model(capture: Cal
     assert [dict(node.meta) for node in gm.graph.nodes] == metas
     fused, _ = fxfuse.rewrite(gm, image(), select="always")
     assert [node.target.name() for node in fused_nodes(fused.graph)] == ["fxfuse::gelu_pool"]
+
+
+@pytest.mark.parametrize("name", ["conv", "gelu", "pool"])
+def test_a_module_with_a_forward_of_its_own_is_not_fused(name: str) -> None:
+    model, x = ConvGeluPool(), torch.randn(2, 4, 8, 8)
+    module = getattr(model, name)
+    forward = module.forward
+    module.forward = lambda y: 2 * forward(y)
+    gm = fx.symbolic_trace(model)
+    with torch.no_grad():
+        fused, report = fxfuse.rewrite(gm, x, select="always")
+        assert fused is gm and not report.fused
+        assert torch.equal(fused(x), model(x))
+
+
+def test_a_graph_module_with_a_forward_of_its_own_is_left_alone() -> None:
+    gm, x = fx.symbolic_trace(ConvGeluPool()), torch.randn(2, 4, 8, 8)
+    forward = gm.forward
+    gm.forward = lambda y: 2 * forward(y)
+    fused, report = fxfuse.rewrite(gm, x, select="always")
+    assert fused is gm and report.stopped.startswith("the module's forward is not its graph's")
