@@ -113,7 +113,17 @@ LOCALES = {
     "C": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     "C, ascii streams": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"},
     "C.UTF-8, ascii streams": {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
+    "ISO-8859-1": {"LC_ALL": "de_DE.ISO-8859-1", "PYTHONUTF8": "0"},
 }
+
+
+def made_locale(folder: Path, name: str) -> dict[str, str]:
+    """The variable by which a process finds a locale that is made here; skips where it cannot be."""
+    language, charmap = name.split(".", 1)
+    command = ["localedef", "-i", language, "-f", charmap, str(folder / name)]
+    if not shutil.which("localedef") or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip(f"localedef makes no {name} here")
+    return {"LOCPATH": str(folder)}
 
 
 @pytest.mark.compiler
@@ -124,7 +134,7 @@ def test_builds_and_loads_in_a_folder_with_other_letters(tmp_path: Path, locale:
     for name, source in (("fxfuse", PACKAGE), ("passes", beside("passes"))):
         shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "lib", "csrc"))
     package_in(folder / "small")
-    env = {**os.environ, **LOCALES[locale], "PYTHONPATH": str(folder), "FXFUSE_CACHE_DIR": str(folder / "cache"), "FXFUSE_LIBRARY_DIR": ""}
+    env = {**os.environ, **LOCALES[locale], **(made_locale(tmp_path, "de_DE.ISO-8859-1") if locale == "ISO-8859-1" else {}), "PYTHONPATH": str(folder), "FXFUSE_CACHE_DIR": str(folder / "cache"), "FXFUSE_LIBRARY_DIR": ""}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", USE], env=env, cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     assert (folder / "small" / "fxfuse" / "out" / library_name("cpu")).is_file()
