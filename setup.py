@@ -1,7 +1,9 @@
 """Compiles the op libraries ahead, into the wheel, where the build sees an installed torch; pyproject.toml declares everything else.
 
-`python -m build --wheel --no-isolation` gives one wheel for every Python and torch. An isolated build sees no torch: its wheel is pure and
-builds at first use, as does one made under FXFUSE_BUILD=0.
+`python -m build --wheel --no-isolation` gives one wheel for every Python and torch. An isolated build, pip's default, sees no torch: its
+wheel is pure and builds at first use. FXFUSE_BUILD says what is compiled: unset or 1, the CPU library (under a minute on a few cores); 0,
+nothing; cuda, the CUDA library too, for every generation of GPUs (minutes on many cores), as release wheels are made. Beside the default,
+what was asked for and cannot be built is an error. pip shows what is said here with -v, and where the build fails.
 """
 
 import functools
@@ -22,12 +24,19 @@ except ImportError:
     sys.exit(f"fxfuse: setuptools {setuptools.__version__} is too old for a build without isolation; run: pip install 'setuptools>=77'")
 
 ROOT = Path(__file__).resolve().parent
+# The libraries that are compiled ahead, by FXFUSE_BUILD.
+KINDS = {"0": (), "1": ("cpu",), "cuda": ("cpu", "cuda")}
 
 
 @functools.cache
 def recipes():
-    """What is compiled ahead: the CPU library, and the CUDA one where an nvcc is. Prints what is left out, and why."""
-    if os.environ.get("FXFUSE_BUILD") == "0" or not importlib.util.find_spec("torch"):
+    """What is compiled ahead, as FXFUSE_BUILD asks. Says what that is, and how to have it otherwise."""
+    asked = os.environ.get("FXFUSE_BUILD") or "1"
+    if asked not in KINDS:
+        sys.exit(f"fxfuse: FXFUSE_BUILD is {asked!r}, but a build takes 0 (compile nothing), 1 (the CPU library) and cuda (the CUDA library too)")
+    if asked == "0" or not importlib.util.find_spec("torch"):
+        if asked == "cuda":
+            sys.exit("fxfuse: FXFUSE_BUILD=cuda needs torch where the build looks; run: pip install torch, then pip install --no-build-isolation .")
         print("fxfuse: a pure wheel, which builds at first use (torch is not installed where this build looks, or FXFUSE_BUILD=0)")
         return ()
     _builder()
@@ -35,11 +44,17 @@ def recipes():
     from fxfuse.toolchain import BuildError
 
     made = []
-    for kind, architectures in (("cpu", ()), ("cuda", AHEAD_ARCHITECTURES)):
+    for kind in KINDS[asked]:
         try:
-            made.append(recipe(kind, architectures, ROOT / "csrc"))
+            made.append(recipe(kind, AHEAD_ARCHITECTURES if kind == "cuda" else (), ROOT / "csrc"))
         except BuildError as error:
-            print(f"fxfuse: the wheel gets no {kind} library: {error}")
+            if asked == "cuda":
+                sys.exit(f"fxfuse: FXFUSE_BUILD=cuda, but the {kind} library cannot be built: {error}")
+            print(f"fxfuse: the wheel gets no {kind} library, which is built at first use: {error}")
+    for ahead in made:
+        print(f"fxfuse: compiling the {ahead.kind} kernels for {', '.join(ahead.architectures)} into the wheel; FXFUSE_BUILD=0 leaves it to first use")
+    if asked != "cuda":
+        print("fxfuse: the CUDA kernels are compiled at first use; FXFUSE_BUILD=cuda compiles them into the wheel")
     return tuple(made)
 
 

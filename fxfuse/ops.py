@@ -17,7 +17,8 @@ NAMESPACE = "fxfuse"
 # Inductor gives an untagged custom op exact strides: it copies a channels_last convolution output to contiguous in front of it.
 TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+# torch keeps its caller's file name and takes only text: in a folder with letters that the locale does not have it is none.
+_library = eval(compile("Library(NAMESPACE, 'FRAGMENT')", "fxfuse.ops", "eval"), {"Library": torch.library.Library, "NAMESPACE": NAMESPACE})
 _with_kernel: set[tuple[str, str]] = set()
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_package import answer, package_in
 
 import fxfuse
-from fxfuse.recipe import beside
+from fxfuse.recipe import beside, library_name
 
 PACKAGE = Path(fxfuse.__file__).parent
 SETUP = Path(__file__).parents[1] / "setup.py"
@@ -84,3 +89,54 @@ def test_a_call_without_an_encoding_is_seen(call: str) -> None:
 )
 def test_calls_that_need_none_are_left_alone(call: str) -> None:
     assert not nameless(call)
+
+
+LETTERS = "Größe 大 é"
+USE = """
+import os, sys
+from pathlib import Path
+import fxfuse
+from fxfuse import build, doctor
+from fxfuse.library import Loader
+package = Path(fxfuse.__file__).parents[1] / "small" / "fxfuse"
+assert sys.flags.utf8_mode == 0
+found = Loader(package=package, declare=lambda: None).load("cpu")
+assert found.source == "built" and found.path.exists(), found
+assert Loader(package=package, declare=lambda: None).load("cpu").source == "cache"
+rows, fuses = doctor.run(Loader(package=package, declare=lambda: None))
+assert "library of the cache" in dict(rows)["cpu"], rows
+build.build_hash("cpu", package)
+build.recipe = lambda kind, architectures, make=build.recipe: make(kind, csrc=package / "csrc")
+sys.exit(build.main(["--cpu", "--out", str(package / "out")]))
+"""
+LOCALES = {
+    "C": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "C, ascii streams": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"},
+    "C.UTF-8, ascii streams": {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
+    "ISO-8859-1": {"LC_ALL": "de_DE.ISO-8859-1", "PYTHONUTF8": "0"},
+}
+
+
+def made_locale(folder: Path, name: str) -> dict[str, str]:
+    """The variable by which a process finds a locale that is made here; skips where it cannot be."""
+    language, charmap = name.split(".", 1)
+    command = ["localedef", "-i", language, "-f", charmap, str(folder / name)]
+    if not shutil.which("localedef") or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip(f"localedef makes no {name} here")
+    return {"LOCPATH": str(folder)}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("locale", LOCALES)
+def test_builds_and_loads_in_a_folder_with_other_letters(tmp_path: Path, locale: str) -> None:
+    """fxfuse, a package of kernels, the cache and the output, all below the folder."""
+    folder = tmp_path / LETTERS
+    for name, source in (("fxfuse", PACKAGE), ("passes", beside("passes"))):
+        shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "lib", "csrc"))
+    package_in(folder / "small")
+    env = {**os.environ, **LOCALES[locale], **(made_locale(tmp_path, "de_DE.ISO-8859-1") if locale == "ISO-8859-1" else {}), "PYTHONPATH": str(folder), "FXFUSE_CACHE_DIR": str(folder / "cache"), "FXFUSE_LIBRARY_DIR": ""}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", USE], env=env, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    assert (folder / "small" / "fxfuse" / "out" / library_name("cpu")).is_file()
+    (library,) = (folder / "cache").glob("cpu-*/*.so")
+    assert answer(library) == "42"
