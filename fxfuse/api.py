@@ -12,6 +12,7 @@ from torch import fx
 
 from . import engine, library, rewriting, torch_private
 from .chain import chain_names
+from .constants import KnownConstants
 from .options import Options, split
 from .preserved import preserved
 from .report import Report
@@ -22,9 +23,11 @@ Seen = Callable[[fx.Graph, fx.Graph], None]
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """What `torch.compile(model, backend="fxfuse")` would fuse when called with these arguments, and why not the rest.
 
-    Captures every graph under the caller's grad mode, across graph breaks, on fake tensors: no kernel runs, no machine code is made, and
-    whatever the model, its modules and the arguments hold is as before, to the very object (globals that the model assigns to are not). Where the model needs real data to go on (`if x.sum() > 0`), the report holds what was
-    captured so far and `report.stopped` names the line; where no graph is captured at all (Dynamo is off), it says why. Options are read from the `FXFUSE_*` variables.
+    Captures every graph under the caller's grad mode, across graph breaks, on fake tensors: nothing of the model's runs and no machine code is
+    made. What the model, its modules and the arguments hold is as before, to the very object; globals that the model assigns to are not.
+    What the model makes of numbers on the CPU, such as `torch.tensor(x.shape)`, has its data. Where it needs other data to go on
+    (`if x.sum() > 0`), the report holds what was captured so far and `report.stopped` names the line. Where no graph is captured at all, as
+    with Dynamo turned off, `report.stopped` says why. Options are read from the `FXFUSE_*` variables.
     Raises OptionError for a bad variable, and what the model itself raises on these arguments.
     """
     return explained(model, args, kwargs, split(None, chain_names())[0])
@@ -51,10 +54,11 @@ def explained(
 
     def capture(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         report.extend(_explained(gm, options, seen))
-        # Attributes that are neither parameters nor buffers are real tensors: they are not to be written to.
-        return lambda *inputs: gm(*torch_private.faked(inputs, mode))
+        return constants.followed(gm)
 
-    with mode, torch_private.RealAsFake(mode), preserved(model, args, kwargs) as modules, torch_private.static_capture():
+    constants = KnownConstants(mode)
+    # Random numbers among the constants are drawn, and the caller's generator does not notice.
+    with torch.random.fork_rng(devices=[]), mode, constants, preserved(model, args, kwargs) as modules, torch_private.static_capture():
         for module in modules:
             torch_private.put_on_fakes(module, mode)
         args, kwargs = torch_private.faked((args, kwargs), mode)

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -121,6 +121,42 @@ def storage_of(tensor: Any) -> int | None:
         return None
 
 
+def storage_reference(tensor: torch.Tensor) -> Any:
+    """Keeps `storage_of(tensor)` from being the identity of another storage later, but not its memory."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether there is no data in a tensor."""
+    return isinstance(tensor, FakeTensor)
+
+
+def by_tensor() -> MutableMapping[torch.Tensor, Any]:
+    """A dictionary by the identity of tensors, which it does not keep alive; `weakref`'s compares them."""
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    return WeakTensorKeyDictionary()
+
+
+def for_numpy(graph: fx.Graph) -> set[int]:
+    """Which outputs of a Dynamo graph the code behind it takes as NumPy arrays: those that Dynamo's own wrappers of NumPy's functions made."""
+    (output,) = graph.find_nodes(op="output")
+    utils = torch._dynamo.utils
+    makers = (utils.numpy_to_tensor_wrapper, utils.numpy_method_wrapper, utils.numpy_operator_wrapper)
+    targets = [node.target if isinstance(node, fx.Node) else None for node in output.args[0]]
+    return {index for index, target in enumerate(targets) if isinstance(target, makers) or target is utils.numpy_attr_wrapper}
+
+
+def as_array(tensor: torch.Tensor) -> Any:
+    """A real tensor as NumPy's array: under a dispatch mode `tensor.numpy(force=True)` would be that mode's."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return tensor.numpy(force=True)
+
+
 def fake_mode_of(values: Any) -> FakeTensorMode:
     """The FakeTensorMode that the tensors in `values` (nested tuples, lists, dicts) were made under; a new one if they are all real.
 
@@ -148,11 +184,11 @@ def faked(values: Any, mode: FakeTensorMode) -> Any:
 
 
 class RealAsFake(TorchDispatchMode):
-    """Inside a FakeTensorMode: ops that eager code between graphs runs on real tensors alone see fakes of them, and write to those."""
+    """Inside a FakeTensorMode: ops that eager code between graphs runs on real tensors see fakes of them, and write to those."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
-        self._fake_mode = mode
+        self.fake_mode = mode
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -160,8 +196,19 @@ class RealAsFake(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = faked((args, kwargs or {}), self._fake_mode)
+        return self.on_fakes(func, args, kwargs or {})
+
+    def on_fakes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The op on fakes of its arguments."""
+        args, kwargs = faked((args, kwargs), self.fake_mode)
         return func(*args, **kwargs)
+
+    def on_real(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The op on its arguments as they are, outside of the FakeTensorMode."""
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
 
 
 class LargestValue(TorchDispatchMode):
@@ -180,7 +227,7 @@ class LargestValue(TorchDispatchMode):
 
 def needs_data(error: BaseException) -> bool:
     """Whether the error says that fake tensors cannot stand in for data."""
-    return isinstance(error, DataDependent) or "data pointer" in str(error)
+    return isinstance(error, DataDependent) or any(text in str(error) for text in ("data pointer", ".numpy() is not supported for tensor subclasses"))
 
 
 def compile_context() -> Callable[[], AbstractContextManager[Any]]:
