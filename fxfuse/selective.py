@@ -21,7 +21,8 @@ def saved(policy: Any, body: fx.GraphModule) -> Mapping[str, str] | str:
     asked = _Asked(body)
     inputs = [value_of(node) for node in body.graph.find_nodes(op="placeholder")]
     try:
-        with torch_private.fake_mode_of(inputs), torch.no_grad():
+        # Outside: what AOTAutograd keeps of the regions of this compilation must not come from here.
+        with torch_private.outside_compilation(), torch_private.fake_mode_of(inputs):
             fresh = [torch.empty_like(value) if isinstance(value, torch.Tensor) else value for value in inputs]
             with torch_private.asking(policy, asked.note):
                 asked.run(*fresh)

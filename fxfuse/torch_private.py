@@ -186,6 +186,8 @@ def faked(values: Any, mode: FakeTensorMode) -> Any:
 class RealAsFake(TorchDispatchMode):
     """Inside a FakeTensorMode: ops that eager code between graphs runs on real tensors see fakes of them, and write to those."""
 
+    supports_higher_order_operators = True  # they go on to that mode, which runs their bodies
+
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self.fake_mode = mode

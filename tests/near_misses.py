@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from chains import RELU, SIN, Net, conv_relu, of_steps
 from convolutions import TAKEN, W2, W3, X2, X3, graph_of, in_training, normed, pooled
-from models import ConvGeluPool, dynamo_graph, fuse, fused_nodes
+from models import ConvGeluPool, dynamo_graph, fake_mode, fuse, fused_nodes
 from spellings import autocast
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fxfuse
 from fxfuse import backend, engine, fused, weigh
@@ -203,6 +205,25 @@ def failing_inductor(patch: pytest.MonkeyPatch) -> Report:
     return fxfuse.reports()[-1]
 
 
+def in_a_loop(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y + conv_gelu_pool(y, w).mean()), (torch.tensor(0), x))
+
+
+def no_policy() -> Any:
+    return nullcontext(), nullcontext()
+
+
+def checkpointed(context_fn: Callable[[], Any]) -> Report:
+    with fake_mode():
+        return seen(on_cpu(lambda x, w: checkpoint(conv_gelu_pool, x, w, use_reentrant=False, context_fn=context_fn), X2, W2))
+
+
+def marked_behind_the_convolution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = torch.conv2d(x, w)
+    with torch.fx.traceback.annotate({"mark": 1}):
+        return pooled(y)
+
+
 # fmt: off
 CASES: dict[str, Callable[[pytest.MonkeyPatch], Report]] = {
     "the result needs a gradient and the op has none": lambda patch: of_training(),
@@ -236,6 +257,13 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch], Report]] = {
     "the addend is a symbolic or complex number": lambda patch: seen(
         on_cpu(lambda x, w, n: normed(torch.conv3d(x, w) + n), X3, W3, 3, dynamic=True)
     ),
+
+    "it is in the body of while_loop": lambda patch: seen(on_cpu(in_a_loop, X2, W2)),
+    "saves the result of aten.gelu.default": lambda patch: checkpointed(
+        partial(create_selective_checkpoint_contexts, [torch.ops.aten.gelu.default])
+    ),
+    "the selective checkpoint around it cannot be asked": lambda patch: checkpointed(no_policy),
+    "gelu is annotated otherwise (custom={'mark': 1}) than": lambda patch: seen(on_cpu(marked_behind_the_convolution, X2, W2)),
 
     "the in-place sin writes to l_x_ through a view of it": lambda patch: of_views(lambda x: x.view(-1).sin_()),
     "the chain's result is a view of l_x_": lambda patch: of_views(lambda x: x.view(-1).view((2, -1))),

@@ -149,10 +149,6 @@ def grad_mode_changes_between(x, w, b):
         return tail(y)
 
 
-def branch(x, w, b):
-    return torch.cond(x.sum() > 0, lambda x: tail(conv2(x, w, b)), lambda x: tail(conv2(x, w)), (x,))
-
-
 def checkpoint_between(x, w, b):
     return pool2(checkpoint(torch.relu, gelu(conv2(x, w, b)), use_reentrant=False), 1)
 
@@ -377,8 +373,6 @@ ROWS = [
     ),
     row("conv squeezed in place", squeezed_in_place, "squeeze_ changes the shape of y in place"),
     row("tensor subclass", lambda x, w: tail(conv2(x, w)), "is a TwoTensor", x=two_tensor),
-    row("checkpoint around", lambda x, w: checkpoint(lambda x: tail(conv2(x, w)), x, use_reentrant=False), "body of a higher-order op"),
-    row("cond around", branch, "body of a higher-order op"),
     row("vmap", lambda x, w: torch.func.vmap(lambda x: tail(conv2(x, w)))(x), "torch.func transform"),
     row("vmap of something else", lambda x, w, b: torch.func.vmap(lambda e: tail(conv2(x, w)).sum() * e)(b), "inside a torch.func transform"),
     row("jvp", lambda x, w: torch.func.jvp(lambda x: tail(conv2(x, w)), (x,), (x,)), "torch.func transform"),

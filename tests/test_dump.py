@@ -190,14 +190,22 @@ def test_a_script_keeps_strides_offset_dtype_autocast_and_grad(tmp_path: Path) -
     assert "A training step: forward, and the gradients of 1 of 2 inputs." in done.stdout
 
 
+@torch.compiler.nested_compile_region
+def region(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
 def test_a_chain_in_a_body_has_a_script_too(tmp_path: Path) -> None:
     model = ConvGeluPool()
-    (made,) = dumped(tmp_path, lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(2, 4, 8, 8))
-    (declined,) = told(made)["declined"]
-    assert declined["body"] and declined["repro"]
-    assert f"# self.{declined['body']}\n" in (made / "before.py").read_text()
-    done = rerun(made / declined["repro"])
+    (made,) = dumped(tmp_path, lambda x: checkpoint(lambda x: region(model, x) + region(model, x * 2), x, use_reentrant=False), torch.randn(2, 4, 8, 8))
+    (fused,) = told(made)["fused"]
+    assert (fused["body"], fused["calls"]) == ("wrap_body_0.subgraph_0", 2) and fused["repro"]
+    before, after = ((made / f"{name}.py").read_text() for name in ("before", "after"))
+    assert before.count("# self.subgraph_0\n") == 1 and "fxfuse" not in before
+    assert after.count("# self.subgraph_0_fused\n") == 1 and after.count("torch.ops.fxfuse.gelu_pool") == 1
+    done = rerun(made / fused["repro"])
     assert done.returncode == 0, done.stderr
+    assert "1 fused, 0 declined" in done.stdout
 
 
 def test_a_graph_with_nothing_to_fuse_is_dumped(tmp_path: Path) -> None:

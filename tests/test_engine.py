@@ -26,7 +26,6 @@ from models import (
 )
 from torch import fx
 from torch._dynamo.utils import counters, detect_fake_mode
-from torch.utils.checkpoint import checkpoint
 
 from fxfuse import choose, engine
 from fxfuse.choose import Rates
@@ -321,15 +320,6 @@ def test_counters_count_fusions_and_declined_candidates_apart() -> None:
     engine.count(report)  # a recompile counts again
     assert dict(counters["fxfuse"]) == {"conv_gelu_pool": 2, "conv_norm_pool_gelu": 2}
     assert dict(counters["fxfuse_declined"]) == {"conv_gelu_pool": 2}
-
-
-def test_candidates_in_bodies_of_higher_order_ops_are_told_of() -> None:
-    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: gelu_pool(torch.conv2d(x, w)), x, use_reentrant=False) + gelu_pool(torch.conv2d(x, w))
-
-    _, report = fuse(captured(run, X, W))
-    assert len(report.fused) == 1
-    assert reasons(report) == ["it is in the body of a higher-order op (checkpoint, cond)"]
 
 
 def test_graphs_on_both_sides_of_a_break() -> None:

@@ -124,12 +124,16 @@ def test_values_that_are_no_dense_tensor() -> None:
     assert shown["sparse"][0]["stride"] == ["torch.sparse_coo"]
 
 
-def test_a_chain_in_a_body_is_found_at_its_body() -> None:
+def test_bodies_are_pictures_of_their_own_before_and_after() -> None:
     model = ConvGeluPool()
-    data = explained(lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(2, 4, 8, 8))
-    (declined,) = data["report"]["declined"]
-    bodies = [node for node in data["graphs"][0]["before"]["nodes"] if node["body"]]
-    assert [(node["target"], node["kind"]) for node in bodies] == [(declined["body"].split(".")[0], "call")]
+    data = explained(lambda x: checkpoint(lambda x: model(x).relu(), x, use_reentrant=False), torch.randn(2, 4, 8, 8))
+    (fused,), (graph,) = data["report"]["fused"], data["graphs"]
+    assert [(node["target"], node["kind"]) for node in graph["before"]["nodes"] if node["body"]] == [(fused["body"], "call")]
+    before, after = graph["before"]["bodies"][fused["body"]], graph["after"]["bodies"][fused["body"]]
+    assert set(fused["nodes"]) <= set(named(before)) and "relu" in named(before) and "relu" in named(after)
+    stands = [node for node in after["nodes"] if node["stands_for"]]
+    assert stands[-1]["target"] == "fxfuse::gelu_pool" and all(node["stands_for"] == fused["nodes"] for node in stands)
+    assert not any(node["stands_for"] for node in before["nodes"])
 
 
 def test_predicted_times_are_numbers() -> None:

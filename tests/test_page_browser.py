@@ -219,13 +219,13 @@ def test_names_of_the_users_are_text(tmp_path: Path, open_page: Open) -> None:
     assert NASTY in tab.inner_text("#details dl") and "</script><!-- é" in tab.inner_text("#details pre.source")
 
 
-def test_a_chain_in_a_body_is_told_of_at_its_body(tmp_path: Path, open_page: Open) -> None:
+def test_a_chain_in_a_body_is_shown_in_its_body(tmp_path: Path, open_page: Open) -> None:
     model = ConvGeluPool()
     tab = open_page(saved(tmp_path, lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(2, 4, 8, 8)))
-    tab.click("tr.record.declined")
-    assert tab.inner_text("#details h2").startswith("wrap_body") and "in the body of a higher-order op" in tab.inner_text(
-        "#details .note.declined"
-    )
+    assert tab.locator("#graph option").all_inner_texts()[1].startswith("0 wrap_body_0: ")
+    tab.click("tr.record.fused")
+    tab.wait_for_selector("#details:not([hidden])")
+    assert tab.inner_text("#details h2").startswith("conv2d") and tab.input_value("#graph") == "1"
 
 
 def test_a_graph_without_candidates(tmp_path: Path, open_page: Open) -> None:
