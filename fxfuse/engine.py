@@ -1,4 +1,5 @@
-"""The pipeline over one graph: view, find, check, choose, rewrite. It knows no chain and never leaves a graph half rewritten."""
+"""The pipeline over one graph and the bodies of its higher-order ops: view, find, check, choose, rewrite. It knows no chain and never leaves a
+graph half rewritten."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ class NotFusedError(RuntimeError):
 def fuse(
     graph: fx.Graph, options: Options, unavailable: Availability = library.unavailable, timer: Timer | None = None
 ) -> tuple[fx.Graph, Report]:
-    """The graph with its chains fused, and what was done. With nothing to fuse, the very same graph object.
+    """The graph with its chains and those of the bodies below it fused, and what was done. With nothing to fuse, the very same graph object.
+
+    Its module and the bodies stay as they are: what the graph reads of them, and new bodies, the `owning_module` of the result has (see
+    `bodies.adopt`).
 
     graph: nodes carry fake tensors as `meta["example_value"]` or `meta["val"]`. timer: measures candidates instead of predicting them.
     Each chain is looked for once, in the graph as it is given: what a replacement is made of is not looked at again.

@@ -17,6 +17,7 @@ from models import ConvGeluPool, ConvNormPoolGelu, gelu_pool, reasons
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fxfuse
 from fxfuse import engine, library
@@ -346,3 +347,27 @@ def test_keyword_and_nested_arguments() -> None:
         assert fxfuse.explain(run, batch, flag=True).fused
         assert not fxfuse.explain(run, batch, flag=False).fused
     assert type(batch["images"][0]) is torch.Tensor
+
+
+@torch.compiler.nested_compile_region
+def region(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
+BODIES = {
+    "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False),
+    "cond": lambda model, x: torch.cond(x.sum() > 0, model, lambda x: model(x) * 2, (x,)),
+    "nested_compile_region": lambda model, x: region(model, x) + region(model, x * 2),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("run", BODIES.values(), ids=BODIES)
+def test_bodies_of_higher_order_ops_are_explained(run: Callable[[nn.Module, torch.Tensor], torch.Tensor], grad: bool) -> None:
+    """What runs behind the capture goes through these ops on fake tensors."""
+    model, after = ConvGeluPool(), []
+    with torch.set_grad_enabled(grad):
+        report = fxfuse.explain(lambda x: after.append(run(model, x).shape) or x, image())
+    assert after == [(2, 8, 1, 1)] and report.stopped is None
+    assert report.fused and not report.declined and all(fused.body for fused in report.fused)
+    assert "torch.ops.fxfuse.gelu_pool" in report.after[0] and "fxfuse" not in report.before[0]

@@ -14,6 +14,7 @@ from models import (
 from torch import fx
 
 import fxfuse.passes.conv_gelu_pool as conv_gelu_pool
+from fxfuse import torch_private
 from fxfuse.match import find
 from fxfuse.guarded import PassError
 from fxfuse.replacement import rewritten
@@ -185,6 +186,46 @@ def test_new_nodes_carry_the_origin_of_what_they_stand_for() -> None:
             assert node.meta[key] == origin.meta[key], key
         assert node.meta["example_value"].dtype == torch.float32
     assert fused.meta["nn_module_stack"] != arguments(fused)["input"].meta["nn_module_stack"]
+
+
+# What an earlier pass or a region of the user's code marks nodes with, whatever torch copies from node to node.
+ANNOTATIONS = [name for name in fx.proxy._COPY_META_FIELDS if name not in torch_private.PROVENANCE]
+
+
+def marked(name: str, *values: Any) -> fx.GraphModule:
+    """A chain whose nodes are marked so, in its order; None: not at all."""
+    with fake_mode(), torch.no_grad():
+        gm = dynamo_graph(lambda x, w, b: gelu_pool(torch.conv2d(x, w, b)), *(torch.zeros(shape) for shape in ((2, 4, 8, 8), W, B)))
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    for node, value in zip(calls, values, strict=True):
+        if value is not None:
+            node.meta[name] = value
+    return gm
+
+
+@pytest.mark.parametrize("name", ANNOTATIONS)
+def test_annotations_go_to_every_new_node(name: str) -> None:
+    value = {"mark": 1}
+    gm = marked(name, value, value, value)
+    graph, report = fuse(gm)
+    assert len(report.fused) == 1
+    made = [node for node in graph.nodes if node.op == "call_function"]
+    assert len(made) == 2 and all(node.meta[name] == value for node in made)
+    assert not any(name in node.meta for node in graph.nodes if node.op != "call_function")
+
+
+@pytest.mark.parametrize("name", ANNOTATIONS)
+@pytest.mark.parametrize("values", [(1, None, None), (None, None, 1), (1, 2, 1), (1, 1, 2)])
+def test_nodes_that_are_annotated_otherwise_are_left_alone(name: str, values: tuple[Any, ...]) -> None:
+    graph, report = fuse(marked(name, *values))
+    (declined,) = report.declined
+    assert not report.fused and f"{declined.node} is annotated otherwise ({name}=" in declined.reason
+
+
+@pytest.mark.parametrize("name", torch_private.PROVENANCE)
+def test_where_nodes_come_from_may_differ(name: str) -> None:
+    _, report = fuse(marked(name, 1, 2, None))
+    assert len(report.fused) == 1
 
 
 def test_modules_become_get_attr_nodes_of_the_copy_only() -> None:
