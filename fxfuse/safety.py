@@ -49,8 +49,10 @@ def unknown_values(view: GraphView, match: Match) -> Iterator[Refusal]:
         elif not torch_private.is_plain(value):
             yield node, f"{what} is a {type(value).__name__} or under a torch.func transform; the kernels read plain tensors"
     # The example value of such a tensor is what it is reshaped to, not what the chain sees.
-    for node in [node for node in (*match.nodes, *match.inputs) if node in view.reshaped]:
-        yield anchor, f"{describe(view, view.reshaped[node])} changes the shape of {node.name} in place; use the form without underscore"
+    for node in (*match.in_order, *match.inputs):
+        by = view.reshaped_by(node)
+        if by is not None:
+            yield anchor, f"{describe(view, by)} changes the shape of {name_of(node)} in place; use the form without underscore"
 
 
 def outside_readers(view: GraphView, match: Match) -> Iterator[Refusal]:
@@ -96,8 +98,8 @@ def writes_between(view: GraphView, match: Match) -> Iterator[Refusal]:
     """The replacement reads its inputs at the end of the chain; a write to one of them (or a view of it) in between would be seen."""
     first, last = _span(view, match)
     for argument in match.inputs:
-        writer = view.write_between(argument, first, last)
-        if writer is not None and writer not in match.nodes:
+        writer = view.write_between(argument, first, last, match.nodes)
+        if writer is not None:
             yield writer, (
                 f"{describe(view, writer)} may write to {name_of(argument)} between {match.subject} and {match.last.word}"
                 f"{_at(writer)}; move the write before or after the chain"

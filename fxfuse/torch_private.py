@@ -427,8 +427,16 @@ def annotations(node: fx.Node) -> dict[str, Any]:
 
 
 def annotate(graph_module: fx.GraphModule, example_inputs: tuple[Any, ...], fake_mode: Any) -> None:
-    """Fills `meta["val"]` of every node by running the graph on fake tensors; nothing is computed."""
-    FakeTensorProp(graph_module, fake_mode).propagate(*example_inputs)
+    """Fills `meta["val"]` of every node by running the graph on fake tensors; nothing is computed, and nothing written to."""
+    _Propagation(graph_module, fake_mode).propagate(*example_inputs)
+
+
+class _Propagation(FakeTensorProp):
+    """Runs a graph on fakes of its parameters and buffers too: `self.weight.mul_(2)`, whose tensors are all real, would really run."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        with RealAsFake(self._mode):
+            return super().run_node(n)
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ named by the node that wrote it last, and a chain can be walked from value to re
 from __future__ import annotations
 
 import operator
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from .identities import is_identity
 from .states import changes_state, transform_step
 from .values import ModuleParameter, attribute_of, value_of
 from .vocabulary import NONE, Args, Spelling, Vocabulary, Word
-from .writes import reshapes, written
+from .writes import moves_storage, reshaped, returned_argument, written
 
 
 if TYPE_CHECKING:
@@ -104,10 +104,14 @@ class GraphView:
         self.readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         # Positions of writes by storage; under None those whose storage is not known, which may be any.
         self._writes: dict[int | None, list[int]] = defaultdict(list)
-        # A parameter is a fake tensor where a get_attr node reads it and the real one where a module holds it.
-        self._real_storage: dict[int, int] = dict(same_storage)
-        # The node that reshapes a tensor in place, by the tensor's node.
-        self.reshaped: dict[fx.Node, fx.Node] = {}
+        # Storages that are another one in truth: a parameter is a fake tensor where a get_attr node reads it and the real one where a module
+        # holds it; and some ops return their argument, though the fake is a copy.
+        self._true_storage: dict[int, int] = dict(same_storage)
+        # Storages of inputs that may be one at another call: Dynamo sees to it that its graph runs on inputs that share memory as its examples do.
+        self._input_storages: set[int | None] = set()
+        self._storages_move = any(map(moves_storage, self.nodes))
+        # The node that reshapes a tensor in place, by the tensor's storage.
+        self._reshaped: dict[int | None, fx.Node] = {}
         # Positions of nodes that change how later ops run, and how many torch.func transforms are open before the first and behind each.
         self.state_changes: list[int] = []
         self.transform_depth: list[int] = [0]
@@ -130,23 +134,31 @@ class GraphView:
         by = next((name for name, given in arguments if isinstance(given, fx.Node) and self._object.get(given, given) is owner), None)
         return None if by is None else replace(call, by=by)
 
-    def write_between(self, argument: fx.Node | ModuleParameter, first: int, last: int) -> fx.Node | None:
+    def write_between(
+        self, argument: fx.Node | ModuleParameter, first: int, last: int, apart_from: Container[fx.Node] = ()
+    ) -> fx.Node | None:
         """A node strictly between two positions that writes, or may write, to the argument's storage."""
-        for storage in (self.storage_of(argument), None):
+        own = self.storage_of(argument)
+        for storage in (own, None, *(self._input_storages if own in self._input_storages else ())):
             positions = self._writes.get(storage, [])
-            index = bisect_right(positions, first)
-            if index < len(positions) and positions[index] < last:
-                return self.nodes[positions[index]]
+            inside = positions[bisect_right(positions, first) : bisect_left(positions, last)]
+            writer = next((self.nodes[position] for position in inside if self.nodes[position] not in apart_from), None)
+            if writer is not None:
+                return writer
         return None
 
     def storage_of(self, argument: fx.Node | ModuleParameter) -> int | None:
         """Identity of the storage under an argument; None where it has none or it is not known."""
         storage = torch_private.storage_of(value_of(argument))
-        return self._real_storage.get(storage, storage)
+        return self._true_storage.get(storage, storage)
+
+    def reshaped_by(self, node: fx.Node | ModuleParameter) -> fx.Node | None:
+        """The node that changes shape, strides or storage of what `node` stands for, or may do so: a view may be the tensor itself
+        (`x.contiguous()`)."""
+        return self._reshaped.get(self.storage_of(node))
 
     def _visit(self, node: fx.Node) -> None:
-        if node.op == "get_attr":
-            self._note_parameter(node)
+        self._note_storage(node)
         if changes_state(node):
             self.state_changes.append(self.order[node])
             self.transform_depth.append(self.transform_depth[-1] + transform_step(node))
@@ -158,10 +170,10 @@ class GraphView:
             word, spelling, bound = spelled
             args = self._adapted(node, word, spelling, bound)
             self.calls[node] = Call(word.name, node, _result(node, spelling), fx.map_arg(args, _constant_or_node), _flows_in(word, args))
-        if reshapes(node) and isinstance(node.args[0], fx.Node):
-            self.reshaped[node.args[0]] = node
+        for target in reshaped(node):
+            self._reshaped.setdefault(self.storage_of(target), node)
         for target in () if is_identity(node) else written(node):
-            self._writes[self.storage_of(target)].append(self.order[node])
+            self._writes[None if self._storages_move else self.storage_of(target)].append(self.order[node])
             if spelled is not None and node.args and node.args[0] is target:
                 self._object[node] = self._object.get(target, target)
                 self._latest[self._object[node]] = node
@@ -177,10 +189,16 @@ class GraphView:
             raise
         return args
 
-    def _note_parameter(self, node: fx.Node) -> None:
-        fake, real = (torch_private.storage_of(value) for value in (value_of(node), attribute_of(node)))
-        if fake is not None and real is not None:
-            self._real_storage[fake] = real
+    def _note_storage(self, node: fx.Node) -> None:
+        own, argument = torch_private.storage_of(value_of(node)), returned_argument(node)
+        if argument is not None:
+            truth = self.storage_of(argument)
+        else:
+            truth = torch_private.storage_of(attribute_of(node)) if node.op == "get_attr" else None
+        if own is not None and truth is not None:
+            self._true_storage[own] = truth
+        if node.op == "placeholder" and own is not None and "example_value" not in node.meta:
+            self._input_storages.add(own)
 
 
 def _constant_or_node(node: fx.Node) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 
 from . import torch_private
 from .higher_order import body_of, operands
@@ -26,6 +26,8 @@ UPDATED_ARGUMENTS = {"running_mean", "running_var"}
 RENORMALISED = (F.embedding, F.embedding_bag)
 # In-place methods that change a tensor's shape, strides or storage: its example value is no longer what earlier readers saw.
 RESHAPES = frozenset("resize_ resize_as_ set_ squeeze_ unsqueeze_ transpose_ t_ swapaxes_ swapdims_ as_strided_ swap_axes_".split())
+# In eval these return their very argument; torch's decomposition, which fake tensors go through, returns a copy.
+RETURN_THEIR_ARGUMENT = (F.dropout, torch.dropout, torch.ops.aten.dropout, torch.ops.aten.dropout.default)
 
 
 def written(node: fx.Node) -> list[fx.Node | ModuleParameter]:
@@ -42,22 +44,35 @@ def written(node: fx.Node) -> list[fx.Node | ModuleParameter]:
         found += _body_writes(node)
     else:
         found += _flat(list(_function_writes(node)))
-    return [target for target in dict.fromkeys(found) if _is_tensor(target)]
+    return [target for target in dict.fromkeys(found) if _may_be_written(target)]
 
 
-def reshapes(node: fx.Node) -> bool:
-    """Whether the node changes the shape, strides or storage of its first argument in place."""
-    return _name(node.target).split(".")[0] in RESHAPES
+def reshaped(node: fx.Node) -> list[fx.Node | ModuleParameter]:
+    """The tensors whose shape, strides or storage the node changes in place."""
+    return written(node) if _name(node.target).split(".")[0] in RESHAPES else []
+
+
+def moves_storage(node: fx.Node) -> bool:
+    """Whether the node gives a tensor another storage, `x.set_(y)` or `x.data = y`: what example values share says little from there on."""
+    return _name(node.target).split(".")[0] == "set_"
+
+
+def returned_argument(node: fx.Node) -> fx.Node | None:
+    """The argument that a node may return as it is, without the example value saying so."""
+    is_module = node.op == "call_module" and isinstance(_module_of(node), nn.Dropout)
+    return node.all_input_nodes[0] if (is_module or node.target in RETURN_THEIR_ARGUMENT) and node.all_input_nodes else None
 
 
 def _name(target: Any) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
-def _is_tensor(target: fx.Node | ModuleParameter) -> bool:
-    """Whether a write target is, or for all the graph says may be, a tensor; numbers and the body of a higher-order op are not."""
+def _may_be_written(target: fx.Node | ModuleParameter) -> bool:
+    """Whether a write target may be memory, which tensors, storages and tuples of tensors are; numbers and the body of a higher-order op are not."""
     value = value_of(target)
-    return isinstance(value, torch.Tensor) or (value is None and target.op != "get_attr")
+    return not isinstance(value, (int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.dtype)) and (
+        value is not None or target.op != "get_attr"
+    )
 
 
 def _flat(value: Any) -> list[fx.Node | ModuleParameter]:
@@ -73,10 +88,23 @@ def _in_place_name(name: str) -> bool:
     return name.endswith("_")
 
 
+def _module_of(node: fx.Node) -> nn.Module:
+    return node.graph.owning_module.get_submodule(node.target)
+
+
 def _module_writes(node: fx.Node) -> list[fx.Node | ModuleParameter]:
-    module = node.graph.owning_module.get_submodule(node.target)
-    buffers = [ModuleParameter(f"{node.target}.{name}", buffer) for name, buffer in module.named_buffers()]
-    return [*(_flat(node.args[:1]) if getattr(module, "inplace", False) else []), *buffers]
+    """A module that is not all torch's own may write to everything that it has and is given."""
+    module = _module_of(node)
+    is_known = all(_is_known_module(inner) for inner in module.modules())
+    is_in_place = any(getattr(inner, "inplace", False) for inner in module.modules())
+    is_renormalised = any(getattr(inner, "max_norm", None) is not None for inner in module.modules())
+    state = [*module.named_buffers(), *(module.named_parameters() if is_renormalised or not is_known else ())]
+    given = node.all_input_nodes if is_in_place or not is_known else []
+    return [*given, *(ModuleParameter(f"{node.target}.{name}", tensor) for name, tensor in state)]
+
+
+def _is_known_module(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module) and not torch_private.is_changed(module)
 
 
 def _body_writes(call: fx.Node) -> list[fx.Node | ModuleParameter]:
@@ -99,19 +127,25 @@ def _function_writes(node: fx.Node) -> Iterator[Any]:
     if not is_known(target):
         yield node.all_input_nodes
     if target in IN_PLACE_OPERATORS or _in_place_name(_name(target)):
-        yield node.args[:1] or node.kwargs.get("input")
+        yield _first(node)
     for names, marked in _signatures(target):
         given = {**dict(zip(names, node.args)), **node.kwargs}
         if given.get("inplace", False) is not False:
-            yield node.args[:1] or node.kwargs.get("input")
-        yield [given.get(name) for name in marked]
+            yield _first(node)
+        yield [given.get(name) for name in (*marked, "out")]
     if target in RENORMALISED:
         yield node.args[1:2] or node.kwargs.get("weight")
 
 
+def _first(node: fx.Node) -> Any:
+    """The first argument, which is what in-place calls write to; given by a keyword, whose name is the function's own, it may be any of them."""
+    return node.args[:1] or node.all_input_nodes
+
+
 def is_known(target: Any) -> bool:
-    """Whether the rules here cover a function: torch's and Python's own are, a user's (`torch.fx.wrap`, `allow_in_graph`) and NumPy's are not."""
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or inspect.isbuiltin(target):
+    """Whether the rules here cover a function: torch's and Python's own are, a user's (`torch.fx.wrap`, `allow_in_graph`), an extension's and
+    NumPy's are not."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return True
     module = getattr(target, "__module__", None) or type(target).__module__
     return module.split(".")[0] in ("torch", "math", "builtins", "_operator") and not type(target).__name__.startswith("numpy_")
@@ -125,11 +159,11 @@ def _signatures(target: Any) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return [_by_schema(schema) for schema in _schemas(target)]
     if inspect.isbuiltin(target):
-        # A torch builtin has no signature: the aten op of its name knows the order of arguments. What it writes to, its own name and
-        # `out` have said already, and TorchScript's list functions share names with some (`aten::sort` of a list).
+        # A torch builtin has no signature: the aten op of its name knows the order of arguments, and what is written to.
         packet = getattr(torch.ops.aten, _name(target), None)
-        by_schema = [_by_schema(schema) for schema in _schemas(packet)] if packet is not None else []
-        return [(names, _updated(marked)) for names, marked in by_schema]
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            return ()
+        return [_by_schema(schema, _in_place_name(_name(target))) for schema in _schemas(packet)]
     try:
         names = list(inspect.signature(target).parameters)
     except (TypeError, ValueError):
@@ -145,6 +179,11 @@ def _updated(names: Sequence[str]) -> list[str]:
     return [name for name in names if name in UPDATED_ARGUMENTS]
 
 
-def _by_schema(schema: torch._C.FunctionSchema) -> tuple[list[str], list[str]]:
-    marked = [a.name for a in schema.arguments if a.name in UPDATED_ARGUMENTS or (a.alias_info is not None and a.alias_info.is_write)]
+def _by_schema(schema: torch._C.FunctionSchema, lists: bool = True) -> tuple[list[str], list[str]]:
+    """lists: whether lists of tensors count. TorchScript's functions for lists share names with torch's for tensors (`aten::sort`)."""
+    marked = [a.name for a in schema.arguments if a.name in UPDATED_ARGUMENTS or (_is_marked(a) and (lists or "List" not in str(a.type)))]
     return [a.name for a in schema.arguments if not a.kwarg_only], marked
+
+
+def _is_marked(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
