@@ -15,7 +15,7 @@ from .decide import Availability, Plan, Terms, decide, declined, unread
 from .guarded import PassError
 from .match import Match, Miss, find
 from .options import Options
-from .report import Declined, Report
+from .report import Declined, Report, alike_ones, places
 from .replacement import rewritten
 from .values import attribute_of, value_of
 from .view import GraphView, Views
@@ -28,7 +28,7 @@ class NotFusedError(RuntimeError):
     """Under `fxfuse.strict`, a candidate was not fused. report: what was found; nothing was rewritten."""
 
     def __init__(self, report: Report) -> None:
-        super().__init__("; ".join(f"{d.chain} at {d.location or d.node}: {d.reason}" for d in report.declined))
+        super().__init__("; ".join(f"{group[0].chain} at {places(group)}: {group[0].reason}" for group in alike_ones(report.declined)))
         self.report = report
 
 
