@@ -16,8 +16,11 @@ NUMBER = re.compile(r"(?<![A-Za-z0-9_])[su]?\d+(\.\d+)?(e[+-]?\d+)?(?![A-Za-z_])
 
 def printable(text: str) -> str:
     """The text as standard output can show it: characters that its encoding lacks come as escapes, such as "\\xe9"."""
-    encoding = getattr(sys.stdout, "encoding", None)
-    return text.encode(encoding, "backslashreplace").decode(encoding) if encoding else text
+    # What is captured, as by pytest, is printed in the end on the stream that was there before.
+    for encoding in (getattr(stream, "encoding", None) for stream in (sys.stdout, sys.__stdout__)):
+        if encoding:
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def times(number: int) -> str:
