@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,10 @@ BROKEN_PIPE = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code: 2, with one line on stderr, for input that makes no sense; 141, silently, where whoever
-    reads the output (head, a pager) has gone."""
+    reads the output (head, a pager) has gone. A character that the streams' encoding lacks is printed as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
     try:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .printing import alike, printable, wrapped
+
 if TYPE_CHECKING:
     from .listeners import How
     from .report import Report
@@ -46,20 +48,18 @@ class Coverage:
         """The table; a sentence where there was no graph. Then what stopped fxfuse."""
         stopped = [f"stopped, {times} time{'' if times == 1 else 's'}: {sentence}" for sentence, times in sorted(self.stopped.items())]
         if not self.graphs.total():
-            return "\n".join(['no graph was compiled through backend="fxfuse" or explained with assert_fused', *stopped])
-        from tabulate import tabulate
-
+            return printable("\n".join(['no graph was compiled through backend="fxfuse" or explained with assert_fused', *stopped]))
         rows = [self._row(chain) for chain in sorted(self.reasons)]
         headers = ("chain", "candidates", "fused", "declined", "reasons")
         ways = ", ".join(f"{count} {how}" for how, count in sorted(self.graphs.items()) if count)
         total = self.graphs.total()
-        table = tabulate(rows, headers, "simple_grid", maxcolwidths=[None, None, None, None, 72])
-        return "\n".join([f"{total} graph{'' if total == 1 else 's'}: {ways}", table, *stopped])
+        table = wrapped(rows, headers, (None, None, None, None, 72))
+        return printable("\n".join([f"{total} graph{'' if total == 1 else 's'}: {ways}", table, *stopped]))
 
     def _row(self, chain: str) -> tuple[Any, ...]:
         reasons = self.reasons[chain]
         declined, fused = reasons.total(), self.fused[chain]
-        ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        ordered = sorted(_folded(reasons).items(), key=lambda item: (-item[1], item[0]))
         lines = [f"{times} x {reason}" for reason, times in ordered[:SHOWN_REASONS]]
         rest = ordered[SHOWN_REASONS:]
         lines += [f"{sum(times for _, times in rest)} x {len(rest)} other reasons"] if rest else []
@@ -74,3 +74,12 @@ class Coverage:
             self.reasons.setdefault(chain, Counter())
         for chain, reason, times in declined:
             self.reasons.setdefault(chain, Counter())[reason] += times
+
+
+def _folded(reasons: Mapping[str, int]) -> Counter[str]:
+    """The reasons of which a reader need be told one only, as a report folds them, under the commonest of them."""
+    shown: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for reason, times in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
+        counts[shown.setdefault(alike(reason), reason)] += times
+    return counts

@@ -12,7 +12,8 @@ from .chain import Chain, first_failure
 from .guarded import Guarded, PassError
 from .match import Match, Miss
 from .options import Options
-from .report import Declined, Fused, location_of, text_of
+from .places import location_of, module_of
+from .report import Declined, Fused, text_of
 from .safety import Refusal, refusal
 from .view import GraphView
 from .weigh import Timer, Weighed, weigh
@@ -34,7 +35,8 @@ class Plan:
         values = (match.anchor.tensor(match.anchor.by), match.anchor.value, match.last.value)
         shapes = " -> ".join(text_of(value.shape) for value in values if value is not None)
         names = tuple(node.name for node in match.in_order)
-        return Fused(match.chain.name, weighed.taken.op, names, shapes, weighed.why, location_of(match.anchor.node), weighed.candidates)
+        where = {"location": location_of(match.anchor.node), "module": module_of(match.anchor.node)}
+        return Fused(match.chain.name, weighed.taken.op, names, shapes, weighed.why, candidates=weighed.candidates, **where)
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,13 @@ def declined(found: Match | Miss, node: fx.Node, reason: str) -> Declined:
     """The record of a candidate that is left alone."""
     reached = found.reached if isinstance(found, Miss) else list(found.calls)[-1]
     nodes = tuple(inner.name for inner in found.in_order)
-    return Declined(found.chain.name, reached, node.name, reason, location_of(node), nodes)
+    return Declined(found.chain.name, reached, node.name, reason, location_of(node), nodes, module=module_of(found.in_order[0]))
 
 
 def unread(chain: Chain, error: PassError) -> Declined:
     """The record of a chain whose words could not be read in the graph."""
-    return Declined(chain.name, chain.steps[0].name, error.node.name, str(error), location_of(error.node), (error.node.name,))
+    node = error.node
+    return Declined(chain.name, chain.steps[0].name, node.name, str(error), location_of(node), (node.name,), module=module_of(node))
 
 
 def _missing(chain: Chain, device: str, unavailable: Availability) -> str | None:

@@ -20,7 +20,7 @@ from .higher_order import body_of
 from .match import Match, Miss, find
 from .options import Options
 from .replacement import body_made, rewritten
-from .report import Declined, Fused, Report
+from .report import Declined, Fused, Report, alike_ones, places
 from .values import value_of
 from .view import GraphView, Views
 from .weigh import Timer
@@ -32,7 +32,7 @@ class NotFusedError(RuntimeError):
     """Under `fxfuse.strict`, a candidate was not fused. report: what was found; nothing was rewritten."""
 
     def __init__(self, report: Report) -> None:
-        super().__init__("; ".join(f"{d.chain} at {d.location or d.node}: {d.reason}" for d in report.declined))
+        super().__init__("; ".join(f"{group[0].chain} at {places(group)}: {group[0].reason}" for group in alike_ones(report.declined)))
         self.report = report
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .chain import Chain, chain_names, chains
 from .options import Options
-from .report import Declined, Fused, Report, short
+from .report import Declined, Fused, Report, alike_ones, places
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Unmet:
         return f"expected {self.chain} {wanted}, found {counts}" + (f": {self.absent}" if self.absent else "")
 
     def __str__(self) -> str:
-        """The headline with every record of the chain: where it was fused, where it was declined and why."""
-        found = [f"fused at {short(f.location) or f.nodes[0]}" for f in self.fused]
-        found += [f"declined at {short(d.location) or d.node} behind {d.reached}: {d.reason}" for d in self.declined]
+        """The headline with the records of the chain, like ones folded: where it was fused, where it was declined and why."""
+        found = [f"fused at {places(group)}" for group in alike_ones(self.fused)]
+        found += [f"declined at {places(group)} behind {group[0].reached}: {group[0].reason}" for group in alike_ones(self.declined)]
         return "; ".join([self.headline, *found])
 
 

@@ -17,8 +17,9 @@ DESCRIPTION = """Shows what torch.compile(model, backend="fxfuse") would fuse in
   module.py:factory        factory() returns (model, tuple of example inputs)
   package.module:factory   the same, from a module that can be imported; chains that it registers are looked for too
 
-Prints the report: a table of the chains that are fused (op, shapes, line of your code, why this op) and one of those that are not (how far
-the match got, where, a sentence that says why and what to do); then a sentence for each --expect that does not hold. --html writes a page that
+Prints the report: a table of the chains that are fused (op, shapes, module and line of your model, why this op) and one of those that are not
+(how far the match got, where, a sentence that says why and what to do); then a sentence for each --expect that does not hold. Candidates that
+differ only in place, numbers or names of nodes share a row, and the tables fit one screen: the commonest rows come first. --html writes a page that
 draws each graph before and after, side by side: what was fused and what it became, where near misses stopped and why, what is known of each node."""
 EPILOG = """exit code: 0, 1 if an expectation does not hold, 2 for input that makes no sense, a model that raises among it"""
 
@@ -41,6 +42,7 @@ def add_parser(commands: Any) -> None:
         metavar="CHAIN=N",
         help="exit code 1 unless CHAIN is fused N times, or where no graph is captured; repeatable",
     )
+    parser.add_argument("--all", action="store_true", help="print every candidate in a row of its own, however many there are")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report, the device and versions to this file")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page, which needs no network, with the graphs drawn before and after"
@@ -74,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
     model, inputs = factory.made(arguments.target, make)
     drawn: list[Any] = []
     report = _explained(arguments, model, inputs, options, drawn)
-    print(report)
+    print(report.full() if arguments.all else report)
     unmet = [str(one) for one in expect.unmet(report, expected, options)]
     if unmet:
         print("", *unmet, sep="\n")

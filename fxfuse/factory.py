@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +88,7 @@ def _from_file(path: Path) -> ModuleType:
         raise CommandError(f"there is no file {path}")
     sys.path.insert(0, str(path.parent.resolve()))
     # A name of its own: Dynamo finds a module's globals by its name, and another module may have the file's.
-    name = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    name = f"{path.stem}_{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where Dynamo, pickling and dataclasses look

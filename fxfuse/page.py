@@ -19,7 +19,8 @@ from . import torch_private
 from .bodies import graphs_below
 from .emitter import STANDS_FOR
 from .higher_order import body_of
-from .report import location_of, stack_of
+from .places import location_of, stack_of
+from .printing import folded, likeness
 from .values import attribute_of, value_of
 
 # What belongs to the page: marks in template.html and the files that take their place.
@@ -58,13 +59,21 @@ def _nodes(graph: fx.Graph) -> Picture:
 
 def html(document: Mapping[str, Any], graphs: Sequence[tuple[Picture, Picture]]) -> str:
     """The page. graphs: of each graph the picture before and after rewriting."""
-    data = {"report": document, "graphs": [{"before": before, "after": after} for before, after in graphs]}
+    pictures = [{"before": before, "after": after} for before, after in graphs]
+    data = {"report": document, "graphs": pictures, "folds": _folds(document.get("fused", ()), document.get("declined", ()))}
     folder = Path(__file__).parent / "page_files"
     parts = {name: "\n".join((folder / file).read_text(encoding="utf-8") for file in files) for name, files in PARTS.items()}
     # ASCII only: a name may hold what UTF-8 does not encode. "<" is escaped, as "</script>" or "<!--" would end or change the element.
     parts["data"] = json.dumps(data, default=str, separators=(",", ":")).replace("<", "\\u003c")
     template = (folder / "template.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], template)
+
+
+def _folds(fused: Sequence[Mapping[str, Any]], declined: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The records that share a row of the table, as in the printed one: positions among all fused, then all declined."""
+    rows = folded(likeness(r["chain"], r["op"], [r["choice"], *(f"{way['op']}: {way['verdict']}" for way in r["candidates"])]) for r in fused)
+    more = folded(likeness(r["chain"], r["reached"], [r["reason"]]) for r in declined)
+    return rows + [[len(fused) + position for position in group] for group in more]
 
 
 def _node(node: fx.Node, stacks: dict[str, int]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Prints the table and the lines; raises CommandError for a module that cannot be loaded or holds no chain."""
     from . import registry
     from .chain import chains
-    from .report import wrapped
+    from .printing import wrapped
 
     for module in arguments.modules:
         if not registry.load(module):

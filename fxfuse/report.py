@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
-from torch import fx
 
 from . import listeners, torch_private
+from .places import relative, short
+from .printing import fitting, folded, height, likeness, printable, times, wrapped
 
 KEPT_REPORTS = 64
 # What to change, for every sentence.
 WHY_NOT = os.path.join(os.path.dirname(__file__), "why_not.md")
-TORCH = os.path.dirname(torch.__file__) + os.sep
-# What `explain` wraps around a model.
-WRAPPERS = (f"{TORCH}nn/utils/stateless.py", f"{TORCH}_functorch/functional_call.py", os.path.join(os.path.dirname(__file__), "api.py"))
+# Of a row of several candidates whose sentences are alike, not equal.
+DIFFER = "(of the first; others differ in numbers or names)"
+# Lines that a report may have to be seen at once, on a screen of 140 columns.
+SCREEN = 50
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Fused:
 
     shapes: "input -> convolution output -> result" (of another anchor its output), each as [N, C, ...]; symbolic sizes by name.
     choice: why this implementation was taken. candidates: every way that was weighed, this one included.
-    location: file:line of the anchor in the user's code. graph: number of its graph within the report.
+    location: file:line of the anchor in the user's model. module: the path of its module there ("blocks.2.conv"). Both empty where the graph
+    does not say. graph: number of its graph within the report.
     body: the attribute that holds their graph, if it is the body of a higher-order op. calls: how often one run of the module calls that graph.
     """
 
@@ -59,6 +62,7 @@ class Fused:
     graph: int = 0
     body: str = ""
     calls: int = 1
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class Declined:
     """A candidate that was left as it was: how far the match got, the node where it stopped, and a sentence to act on.
 
     nodes: the chain's nodes as far as the match got. body: the attribute that holds their graph, if it is the body of a higher-order op.
-    candidates: every way that was weighed, where it came to that. graph: number of its graph within the report.
+    location: file:line, in the user's model, of the node where it stopped. module: the path of the anchor's module ("blocks.2.conv"). Both empty
+    where the graph does not say. candidates: every way that was weighed, where it came to that. graph: number of its graph within the report.
     """
 
     chain: str
@@ -78,6 +83,10 @@ class Declined:
     body: str = ""
     candidates: tuple[Candidate, ...] = ()
     graph: int = 0
+    module: str = ""
+
+
+Record = TypeVar("Record", Fused, Declined)
 
 
 @dataclass
@@ -104,60 +113,118 @@ class Report:
         self.after += other.after
 
     def __str__(self) -> str:
+        """One screen: what was fused and what was not, equal rows folded, the commonest first. Whole: `full`."""
+        room = SCREEN - height(self._text("", ""))
+        fused, declined = self._fused(None), self._declined(None)
+        if height(fused) + height(declined) > room:
+            # Each may have half of the room, and what the other leaves.
+            fused = self._fused(max(room // 2, room - height(declined)))
+            declined = self._declined(room - height(fused))
+        return self._text(fused, declined)
+
+    def full(self) -> str:
+        """Every candidate in a row of its own, in the order of the graphs."""
+        return self._text(self._fused(None, fold=False), self._declined(None, fold=False))
+
+    def _text(self, fused: str, declined: str) -> str:
         summary = f"{len(self.fused)} fused, {len(self.declined)} declined in {self.graphs} graph{'' if self.graphs == 1 else 's'}"
         parts = [summary]
         if self.fused:
-            parts.append(fused_table(self.fused))
+            parts.append(fused)
         if self.declined:
-            parts.append(f"{declined_table(self.declined)}\nwhat to change, sentence by sentence: {short(WHY_NOT)}")
+            parts.append(f"{declined}\nwhat to change, sentence by sentence: {relative(WHY_NOT)}")
         if self.stopped:
             parts.append(f"stopped: {self.stopped}")
-        return "\n\n".join(parts)
+        return printable("\n\n".join(parts))
+
+    def _fused(self, lines: int | None, fold: bool = True) -> str:
+        return fused_table(self.fused, lines, fold) if self.fused else ""
+
+    def _declined(self, lines: int | None, fold: bool = True) -> str:
+        return declined_table(self.declined, lines, fold) if self.declined else ""
 
 
-def fused_table(fused: Sequence[Fused]) -> str:
-    """What was fused, where, and why by this op."""
-    rows = [(f.chain, f.op, f.shapes, short(f.location), _weighed(f)) for f in fused]
-    return wrapped(rows, ("fused chain", "op", "shapes", "where", "why"), (20, 20, 30, 30, 40))
+def fused_table(fused: Sequence[Fused], lines: int | None = None, fold: bool = True) -> str:
+    """What was fused, where, and why by this op. fold: equal ones in one row. lines: how many there is room for; None: for all."""
+    groups = alike_ones(fused) if fold else [[record] for record in fused]
+    return _table(groups, _fused_row, ("fused chain", "op", "shapes", "where", "why"), (24, 19, 21, 30, 30), lines)
 
 
-def declined_table(declined: Sequence[Declined]) -> str:
-    """The why-not: how far each declined candidate got, where, and the sentence why."""
-    rows = [(d.chain, d.reached, d.node, short(d.location), d.reason) for d in declined]
-    return wrapped(rows, ("declined chain", "got to", "node", "where", "why"), (20, 12, 20, 30, 48))
+def declined_table(declined: Sequence[Declined], lines: int | None = None, fold: bool = True) -> str:
+    """The why-not: how far each declined candidate got, where, and the sentence why. fold, lines: as for `fused_table`."""
+    groups = alike_ones(declined) if fold else [[record] for record in declined]
+    return _table(groups, _declined_row, ("declined chain", "got to", "where", "why"), (24, 12, 36, 55), lines)
 
 
-def wrapped(rows: Sequence[Sequence[object]], headers: Sequence[str], widths: Sequence[int]) -> str:
-    """A table whose columns are at most so wide."""
-    from tabulate import tabulate
-
-    return tabulate(rows, headers=headers, tablefmt="simple_grid", maxcolwidths=list(widths))
-
-
-def _weighed(fused: Fused) -> str:
-    """Why the op was taken, and a line for each other candidate."""
-    return "\n".join([fused.choice, *(f"{other.op}: {other.verdict}" for other in fused.candidates if other.op != fused.op)])
+def alike_ones(records: Sequence[Record]) -> list[list[Record]]:
+    """Records that a reader need be told once: of the same chain, with the same op or as far as each other, whose sentences differ at most in
+    numbers and in which of equal nodes they name. The commonest first."""
+    keys = (likeness(record.chain, _got_to(record), _told(record)) for record in records)
+    return [[records[position] for position in group] for group in folded(keys)]
 
 
-def short(location: str) -> str:
-    """A location relative to the working directory where it lies below it."""
-    here = os.getcwd() + os.sep
-    return location.removeprefix(here)
+def places(group: Sequence[Record]) -> str:
+    """Where candidates are, for a sentence: "model.py:30 (blocks.2.conv) and 11 more"; the first's node where the graph knows no place."""
+    place, *at = reversed(_place(group[0]))
+    return ", ".join([place + "".join(f" ({module})" for module in at), *_body(group[0])]) + "".join(f" {more}" for more in _more(group))
 
 
-def location_of(node: fx.Node) -> str:
-    """`file:line` of the user's code that made the node; empty where the graph holds no stack trace."""
-    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    frames = [frame for frame in frames if frame[0] not in WRAPPERS]
-    # torch.export traces through nn.Module.forward: the frame to show is the innermost one outside torch.
-    own = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames
-    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
+def _place(record: Fused | Declined) -> list[str]:
+    node = record.node if isinstance(record, Declined) else record.nodes[0]
+    return list(filter(None, (record.module, short(record.location)))) or [node]
 
 
-def stack_of(node: fx.Node) -> str:
-    """The stack trace of the user's code that made the node, as Python prints it; empty where the graph holds none."""
-    frames = re.split(r'^(?=  File ")', node.meta.get("stack_trace") or "", flags=re.MULTILINE)
-    return "".join(frame for frame in frames if not frame.startswith(tuple(f'  File "{file}"' for file in WRAPPERS)))
+def _body(record: Fused | Declined) -> list[str]:
+    body, calls = getattr(record, "body", ""), getattr(record, "calls", 1)
+    return [f"in {body}" + (f", called {calls} times" if calls > 1 else "")] if body else []
+
+
+def _table(groups: list[list[Record]], row: Callable[..., Any], headers: Sequence[str], widths: Sequence[int], lines: int | None) -> str:
+    rows = [row(group) for group in groups]
+    table = wrapped(rows, headers, widths)
+    if lines is None or height(table) <= lines:
+        return table
+    table, shown = fitting(rows, headers, widths, lines - 1)
+    left = groups[shown:]
+    return f"{table}\n{len(left)} more rows, of {sum(map(len, left))} candidates, are left out: fxfuse explain --all, or report.full(), shows every candidate"
+
+
+def _fused_row(group: list[Fused]) -> tuple[str, ...]:
+    first, others = group[0], len({record.shapes for record in group}) - 1
+    shapes = first.shapes + (f"\nand {others} other{'' if others == 1 else 's'}" if others else "")
+    return _counted(group), first.op, shapes, _where(group), _why(group)
+
+
+def _declined_row(group: list[Declined]) -> tuple[str, ...]:
+    return _counted(group), group[0].reached, _where(group), _why(group)
+
+
+def _counted(group: list[Record]) -> str:
+    return f"{times(len(group))} {group[0].chain}" if len(group) > 1 else group[0].chain
+
+
+def _where(group: list[Record]) -> str:
+    return "\n".join([*_place(group[0]), *_body(group[0]), *_more(group)])
+
+
+def _more(group: Sequence[Record]) -> list[str]:
+    return [f"and {len(group) - 1} more"] if len(group) > 1 else []
+
+
+def _why(group: list[Record]) -> str:
+    told, *others = [_told(record) for record in group]
+    return "\n".join([*told, *([DIFFER] if any(other != told for other in others) else [])])
+
+
+def _got_to(record: Fused | Declined) -> str:
+    return record.op if isinstance(record, Fused) else record.reached
+
+
+def _told(record: Fused | Declined) -> list[str]:
+    """Why a chain was declined; why the op was taken, and of each other candidate why not."""
+    if isinstance(record, Declined):
+        return [record.reason]
+    return [record.choice, *(f"{other.op}: {other.verdict}" for other in record.candidates if other.op != record.op)]
 
 
 def text_of(shape: Sequence[int | torch.SymInt]) -> str:

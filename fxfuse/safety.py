@@ -15,7 +15,7 @@ from torch import fx
 
 from . import gradients, torch_private
 from .match import Match, describe, listed
-from .report import location_of
+from .places import location_of
 from .values import ModuleParameter, name_of, value_of
 from .view import GraphView
 from .writes import written

@@ -25,6 +25,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .places import Frame, nearest
+
 # Raised where fake tensors cannot stand in for data.
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -322,12 +324,12 @@ def static_capture() -> Iterator[None]:
 
 
 def user_line(error: BaseException) -> str:
-    """"at file:line" of the innermost frame outside torch, fxfuse and the import system that led to `error`; empty if there is none."""
+    """"at file:line" of the line of the user's model that led to `error`, see `places.nearest`; empty if there is none."""
     packages = tuple(os.path.dirname(os.path.abspath(module.__file__)) for module in (torch, sys.modules[__package__]))
     # What Dynamo raises while it captures has the frames that it was reading, which are not running, as an attribute.
     frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
     frames = [f for f in frames if not f.filename.startswith("<frozen ") and not os.path.abspath(f.filename).startswith(packages)]
-    return f"at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"at {nearest([Frame(f.filename, f.lineno, f.name) for f in frames])}" if frames else ""
 
 
 def cause(error: BaseException) -> BaseException:

@@ -104,8 +104,8 @@ def test_expectations_that_do_not_hold(model: str, capsys: pytest.CaptureFixture
     assert explain(model, "--select", "always", "--expect", "conv_gelu_pool=2", "--expect", "conv_norm_pool_gelu=1") == 1
     first, second = capsys.readouterr().out.splitlines()[-2:]
     assert first == (
-        f"expected conv_gelu_pool to be fused 2 times, found it fused 1 time and declined 1 time; fused at mine.py:{line_of('self.first(x)')}; "
-        f"declined at mine.py:{line_of('# near miss')} behind gelu: gelu is followed by amax; the chain goes on with adaptive_avg_pool or mean"
+        f"expected conv_gelu_pool to be fused 2 times, found it fused 1 time and declined 1 time; "
+        f"fused at mine.py:{line_of('self.first(x)')} (first); declined at mine.py:{line_of('# near miss')} (second) behind gelu: gelu is followed by amax; the chain goes on with adaptive_avg_pool or mean"
     )
     assert second.startswith("expected conv_norm_pool_gelu to be fused 1 time, found it fused 0 times and declined 0 times: no conv over 3 dims")
     assert explain(model, "--select", "always", "--expect", "conv_gelu_pool=0") == 1

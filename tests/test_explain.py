@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import fxfuse
 from fxfuse import engine, library
 from fxfuse.options import OptionError
-from fxfuse.report import WHY_NOT, short
+from fxfuse.places import relative
+from fxfuse.report import WHY_NOT
 from fxfuse.testing import assert_fused
 
 HERE = Path(__file__).name
@@ -111,7 +112,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXFUSE_SELECT", "auto")
     text = str(fxfuse.explain(Branching(), image()))
     assert text.startswith("0 fused, 2 declined in 2 graphs\n") and "torch.no_grad()" in text.replace("\n", " ")
-    assert text.endswith(f"\nwhat to change, sentence by sentence: {short(WHY_NOT)}") and Path(WHY_NOT).is_file()
+    assert text.endswith(f"\nwhat to change, sentence by sentence: {relative(WHY_NOT)}") and Path(WHY_NOT).is_file()
     assert str(fxfuse.explain(torch.relu, image())) == "0 fused, 0 declined in 1 graph"
 
 

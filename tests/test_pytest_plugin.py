@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -138,11 +139,23 @@ def test_more_reports_than_are_kept() -> None:
 
 def test_many_reasons_and_graphs_that_stopped() -> None:
     coverage = Coverage()
-    coverage.add(made(0, *(f"reason {index:02}" for index in range(SHOWN_REASONS + 3)), "reason 05"), "compiled")
+    letters = string.ascii_lowercase[: SHOWN_REASONS + 3]
+    coverage.add(made(0, *(f"reason {letter}" for letter in letters), "reason f"), "compiled")
     coverage.add(Report(graphs=1, stopped="an exception inside fxfuse"), "compiled")
     text = str(coverage)
-    assert counts(text.splitlines())["conv_gelu_pool"][3] == "2 x reason 05", "the most frequent comes first"
+    assert counts(text.splitlines())["conv_gelu_pool"][3] == "2 x reason f", "the most frequent comes first"
     assert "3 x 3 other reasons" in text and text.endswith("stopped, 1 time: an exception inside fxfuse")
+
+
+def test_reasons_that_differ_in_numbers_are_one() -> None:
+    coverage = Coverage()
+    for us in (12, 9, 12):
+        coverage.add(made(0, f"predicted {us} us, Inductor at least 8 us", "gelu is followed by mul"), "compiled")
+    other = Coverage()
+    other.merge(coverage.as_dict())
+    for counted in (coverage, other):
+        rows = [line.split("│")[5].strip() for line in str(counted).splitlines() if " x " in line]
+        assert rows == ["3 x gelu is followed by mul", "3 x predicted 12 us, Inductor at least 8 us"]
 
 
 class Terminal:

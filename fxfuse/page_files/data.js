@@ -20,6 +20,9 @@ function pictureOf(record) {
   return PICTURES.findIndex(picture => picture.graph === record.graph && picture.body === record.body);
 }
 
+/* The records that share a row of the table, as in the printed one. */
+const FOLDS = DATA.folds.map(positions => positions.map(position => RECORDS[position]));
+
 /* Both sides of a graph: {before, after}, each {all: Map by name, drawn: [entry], edges: [[from, to]], stacks}.
    An entry is the node with readers, at (index in drawn, -1 for state), role and records. */
 function graphOf(number) {
@@ -87,7 +90,12 @@ function shapeOf(value) {
   return value.text ?? `${value.dtype}[${value.shape.join(", ")}]`;
 }
 
-/* A path's last part and line; the whole is in the details. */
+/* The module's path, and the location's last part and line, the whole of which is in the details; the node where neither is known. */
+function placeOf(record) {
+  const place = [record.module, briefly(record.location)].filter(Boolean);
+  return place.length ? place : [record.node ?? record.nodes[0]];
+}
+
 function briefly(location) {
   return location.slice(location.lastIndexOf("/") + 1);
 }

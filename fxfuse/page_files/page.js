@@ -90,7 +90,7 @@ function select(entry, shown = entry) {
   state.twin = shown ? counterpart(state.graph, shown) : null;
   showDetails(byId("details"), state.graph, entry, go, close);
   const numbers = new Set(entry.records.map(record => String(record.number)));
-  for (const row of document.querySelectorAll("tr.record")) row.classList.toggle("selected", numbers.has(row.dataset.number));
+  for (const row of document.querySelectorAll("tr.record")) row.classList.toggle("selected", row.dataset.numbers.split(" ").some(number => numbers.has(number)));
   redraw();
 }
 

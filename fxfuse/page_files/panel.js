@@ -74,7 +74,7 @@ function recordNote(graph, record, go) {
   return note;
 }
 
-/* The table; choose(record) is called for a row. */
+/* The table: like records share a row, which opens into one for each; choose(record) is called for a row. */
 function showTable(section, choose) {
   if (!RECORDS.length) {
     section.replaceChildren(element("p", { class: "empty" }, "No candidate: no convolution is followed by the next op of a chain."));
@@ -82,29 +82,50 @@ function showTable(section, choose) {
   }
   const head = element("tr", {}, ...["", "chain", "choice", "where", "why", "µs", "Inductor's µs", "script"].map(name => element("th", { class: name.includes("µs") ? "number" : null, scope: "col" }, name)));
   const body = element("tbody");
-  for (const record of RECORDS) body.append(...rows(record, choose));
+  for (const [first, ...others] of FOLDS) {
+    const more = others.flatMap(record => rows(record, choose));
+    for (const row of more) row.hidden = true;
+    body.append(...rows(first, choose, others, more), ...more);
+  }
   section.replaceChildren(element("table", {}, element("thead", {}, head), body));
 }
 
-function rows(record, choose) {
+/* A record's row and one for each other way; others are records that the row stands for too until their rows, `more`, are shown. */
+function rows(record, choose, others = [], more = []) {
   const chosen = record.candidates.find(way => way.op === record.op);
   const choice = element("td", {}, choiceOf(record), ...(record.op ? [element("br"), element("code", {}, record.op)] : []));
-  const where = record.location ? briefly(record.location) : record.node ?? record.nodes[0];
-  const row = element("tr", { class: `record ${record.verdict}`, "data-number": record.number, tabindex: "0" },
+  const where = element("td", { title: record.location }, ...placeOf(record).map(text => element("div", {}, element("code", {}, text))));
+  const differ = others.some(other => (other.choice ?? other.reason) !== (record.choice ?? record.reason)) ? element("small", {}, " (of the first; others differ in numbers or names)") : "";
+  const row = element("tr", { class: `record ${record.verdict}`, "data-numbers": [record, ...others].map(({ number }) => number).join(" "), tabindex: "0" },
     element("td", {}, element("i", { class: `key ${record.verdict === "fused" ? "fused" : "miss"}` }), String(record.number)),
     element("td", {}, element("code", {}, record.chain), ...(PICTURES.length > 1 ? [element("br"), `graph ${record.graph}${record.body && ` ${record.body}`}`] : [])),
     choice,
-    element("td", { title: record.location }, element("code", {}, where)),
-    element("td", {}, record.verdict === "fused" ? `${record.choice}; ${record.shapes}` : `stopped behind ${record.reached}: ${record.reason}`),
+    where,
+    element("td", {}, record.verdict === "fused" ? `${record.choice}; ${record.shapes}` : `stopped behind ${record.reached}: ${record.reason}`, differ),
     times(chosen?.us), times(chosen?.inductor_us),
     element("td", { title: record.no_repro }, record.repro ? element("a", { href: encodeURIComponent(record.repro) }, "repro") : "–"),
   );
   row.onclick = () => choose(record);
   row.onkeydown = event => { if (event.key === "Enter") choose(record); };
-  const others = record.candidates.filter(way => way !== chosen).map(way => element("tr", { class: "way" },
+  if (others.length) where.append(moreButton(record, row, others, more, differ));
+  const ways = record.candidates.filter(way => way !== chosen).map(way => element("tr", { class: "way" },
     element("td"), element("td"), element("td", {}, element("code", {}, way.op), way.kernel ? ` (${way.kernel})` : ""), element("td"),
     element("td", {}, way.verdict), times(way.us), times(way.op === "inductor" ? null : way.inductor_us), element("td")));
-  return [row, ...others];
+  return [row, ...ways];
+}
+
+/* Shows the rows of the other records that a row stands for. */
+function moreButton(record, row, others, more, differ) {
+  const button = element("button", { class: "more", type: "button" }, `and ${others.length} more`);
+  button.onkeydown = event => event.stopPropagation();
+  button.onclick = event => {
+    event.stopPropagation();
+    for (const other of more) other.hidden = false;
+    row.dataset.numbers = record.number;
+    button.remove();
+    if (differ) differ.remove();
+  };
+  return button;
 }
 
 function times(value) {
