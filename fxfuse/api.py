@@ -12,7 +12,7 @@ from torch import fx
 
 from . import engine, library, rewriting, torch_private
 from .chain import chain_names
-from .constants import KnownConstants
+from .constants import known_constants
 from .options import Options, split
 from .preserved import preserved
 from .report import Report
@@ -56,9 +56,7 @@ def explained(
         report.extend(_explained(gm, options, seen))
         return constants.followed(gm)
 
-    constants = KnownConstants(mode)
-    # Random numbers among the constants are drawn, and the caller's generator does not notice.
-    with torch.random.fork_rng(devices=[]), mode, constants, preserved(model, args, kwargs) as modules, torch_private.static_capture():
+    with known_constants(mode) as constants, preserved(model, args, kwargs) as modules, torch_private.static_capture():
         for module in modules:
             torch_private.put_on_fakes(module, mode)
         args, kwargs = torch_private.faked((args, kwargs), mode)

@@ -6,7 +6,8 @@ Every tensor is fake. Beside a fake whose data is known stands a real tensor, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,6 +94,13 @@ class KnownConstants(torch_private.RealAsFake):
         fake = self.fake_mode.from_tensor(value) if fake is None else fake
         self._data[fake] = value
         return fake
+
+
+@contextmanager
+def known_constants(mode: Any) -> Iterator[KnownConstants]:
+    """Within it everything is fake but for what is known. Random numbers among the constants are drawn; the caller's generator does not notice."""
+    with torch.random.fork_rng(devices=[]), mode, KnownConstants(mode) as constants:
+        yield constants
 
 
 def _note(storages: dict[int, Any], tensors: Sequence[torch.Tensor]) -> None:

@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import torch_private
+from ..constants import known_constants
+from ..preserved import preserved
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,10 @@ def count(model: nn.Module, inputs: tuple[Any, ...]) -> Counts | None:
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sizes, flops = torch_private.LargestValue(), FlopCounterMode(display=False)
     try:
-        with mode, torch_private.RealAsFake(mode), torch_private.preserved(model), flops, sizes:
-            fakes = torch_private.faked((state, inputs), mode)
-            result = torch.func.functional_call(model, *fakes)
+        with known_constants(mode), preserved(model, inputs) as modules, flops, sizes:
+            for module in modules:
+                torch_private.put_on_fakes(module, mode)
+            result = model(*torch_private.faked(inputs, mode))
     except Exception:
         return None
     given, output = number_of_bytes(inputs), number_of_bytes(result)
