@@ -143,7 +143,7 @@ def search(kind: str, env: Mapping[str, str] = os.environ, package: Path = PACKA
     if override := env.get("FXFUSE_LIBRARY_DIR"):
         if os.path.exists(Path(override) / name):
             return _prebuilt(Path(override), kind, "override", csrc, torch)  # asked for by name: refused rather than passed over
-        passed_over.append(f"FXFUSE_LIBRARY_DIR={override} holds no {name} that can be read")
+        passed_over.append(f"FXFUSE_LIBRARY_DIR={override} holds no readable {name}")
     if os.path.exists(package / "lib" / name):
         try:
             return replace(_prebuilt(package / "lib", kind, "wheel", csrc, torch), passed_over=tuple(passed_over))

@@ -131,7 +131,7 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch, Path], object]] = {
     ),
     "torch 2.9.1 is installed and the kernels need 2.11": old_torch,
 
-    "holds no libfxfuse_cpu.so": lambda patch, tmp_path: search("cpu", {**NOWHERE, "FXFUSE_LIBRARY_DIR": str(tmp_path)}, empty_package(tmp_path)),
+    "holds no readable libfxfuse_cpu.so": lambda patch, tmp_path: search("cpu", {**NOWHERE, "FXFUSE_LIBRARY_DIR": str(tmp_path)}, empty_package(tmp_path)),
     "is for pdp11 and this machine is": lambda patch, tmp_path: made_elsewhere(tmp_path, machine="pdp11"),
     "needs torch 99.0 and": lambda patch, tmp_path: made_elsewhere(tmp_path, oldest_torch=[99, 0]),
     "was built from other kernel sources": lambda patch, tmp_path: made_elsewhere(tmp_path, sources="others"),

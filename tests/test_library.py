@@ -34,7 +34,7 @@ def test_order_of_the_search(package, env, tmp_path):
     copy(folder, "cpu", package / "lib")
     assert search("cpu", env, package).source == "wheel"
     env["FXFUSE_LIBRARY_DIR"] = str(tmp_path / "elsewhere")
-    assert "holds no libfxfuse_cpu.so" in search("cpu", env, package).passed_over[0]
+    assert "holds no readable libfxfuse_cpu.so" in search("cpu", env, package).passed_over[0]
     copy(folder, "cpu", tmp_path / "elsewhere")
     found = search("cpu", env, package)
     assert found.source == "override" and found.path.parent == tmp_path / "elsewhere" and found.hash == cpu_recipe(package, env).key
