@@ -24,12 +24,12 @@ Schema 2, every key always there:
 | unmet      | a sentence for each expectation that does not hold                                                                |
 | files      | names of the other files in the folder of a dump                                                                  |
 
-Every candidate is a record of its own, also those that the printed tables fold into one row. A record's "graph" is the number of its graph, from
-0, within this report, and its nodes are named as in that graph (in a dump's `before.py`). "module" is the path of its anchor's module within
-the model, as `named_modules` has it ("blocks.2.conv"), and "location" file:line in the model: of the anchor of a fused chain, of the node where
-a declined one stopped. Either is "" where the graph does not say. "candidates" are objects with the
-fields of `report.Candidate`: "us" and "inductor_us" are microseconds as numbers or null. "repro" is the script that rebuilds the chain; where there
-is none it is null and "no_repro" says why.
+Every candidate is a record of its own, those too that share a row of the printed tables. A record's "graph" is the number of its graph, from
+0, within this report, and its nodes are named as in that graph (in a dump's `before.py`). "module" is the path of its anchor's module in the
+model, as `named_modules` has it ("blocks.2.conv"); "location" is file:line in the model, of the anchor of a fused chain, of the node where a
+declined one stopped. Either is "" where the graph does not say. "candidates" are objects with the fields of `report.Candidate`: "us" and
+"inductor_us" are microseconds as numbers or null. "repro" is the script that rebuilds the chain; where there is none it is null and "no_repro"
+says why.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ DESCRIPTION = """Shows what torch.compile(model, backend="fxfuse") would fuse in
   module.py:factory        factory() returns (model, tuple of example inputs)
   package.module:factory   the same, from a module that can be imported; chains that it registers are looked for too
 
-Prints the report: a table of the chains that are fused (op, shapes, module and line of your model, why this op) and one of those that are not
-(how far the match got, where, a sentence that says why and what to do); then a sentence for each --expect that does not hold. Candidates that
-differ only in place, numbers or names of nodes share a row, and the tables fit one screen: the commonest rows come first. --html writes a page that
+Prints the report: a table of the chains that are fused (op, shapes, module and line of your model, why this op) and one of those that are
+not (how far the match got, where, a sentence that says why and what to do). Candidates of which the same is said share a row, and the tables
+fit one screen, the commonest rows first. Then comes a sentence for each --expect that does not hold. --html writes a page that
 draws each graph before and after, side by side: what was fused and what it became, where near misses stopped and why, what is known of each node."""
 EPILOG = """exit code: 0, 1 if an expectation does not hold, 2 for input that makes no sense, a model that raises among it"""
 

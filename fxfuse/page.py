@@ -71,9 +71,10 @@ def html(document: Mapping[str, Any], graphs: Sequence[tuple[Picture, Picture]])
 
 def _folds(fused: Sequence[Mapping[str, Any]], declined: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """The records that share a row of the table, as in the printed one: positions among all fused, then all declined."""
-    rows = folded(likeness(r["chain"], r["op"], [r["choice"], *(f"{way['op']}: {way['verdict']}" for way in r["candidates"])]) for r in fused)
-    more = folded(likeness(r["chain"], r["reached"], [r["reason"]]) for r in declined)
-    return rows + [[len(fused) + position for position in group] for group in more]
+    verdicts = [[f"{way['op']}: {way['verdict']}" for way in record["candidates"]] for record in fused]
+    done = folded(likeness(record["chain"], record["op"], [record["choice"], *told]) for record, told in zip(fused, verdicts))
+    left = folded(likeness(record["chain"], record["reached"], [record["reason"]]) for record in declined)
+    return done + [[len(fused) + position for position in group] for group in left]
 
 
 def _node(node: fx.Node, stacks: dict[str, int]) -> dict[str, Any]:

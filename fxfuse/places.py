@@ -53,9 +53,9 @@ def location_of(node: fx.Node) -> str:
 
 
 def nearest(frames: Sequence[Frame]) -> Frame:
-    """Of a stack, outermost frame first, the one that a user looks for: the innermost one outside torch and installed packages; in a model that
-    is an installed package's, the innermost one in the file of the model's own forward, as behind it come libraries of layers and activations.
-    Where all frames are torch's, the innermost."""
+    """Of a stack, outermost frame first, the one that a user looks for: the innermost one outside torch and installed packages. In a model
+    that is an installed package's, the innermost one in the file of the model's own forward: behind it come libraries of layers and
+    activations. Where all frames are torch's, the innermost."""
     # torch.export traces through nn.Module.forward.
     own = [frame for frame in frames if not frame.file.startswith((TORCH, *MACHINERY))] or list(frames)
     users = [frame for frame in own if not _is_installed(frame.file)]
@@ -66,8 +66,8 @@ def nearest(frames: Sequence[Frame]) -> Frame:
 
 
 def module_of(node: fx.Node) -> str:
-    """The path of the innermost module whose forward made the node, as `named_modules` of the model spells it ("blocks.2.conv"); empty for the
-    model itself, and where the graph does not say. Of a model that a function calls, behind the function's name for it ("encoder.conv")."""
+    """The path of the innermost module whose forward made the node, as `named_modules` of the model spells it ("blocks.2.conv"); empty for
+    the model itself, and where the graph does not say. Of a model that a function calls, behind the function's name for it ("encoder.conv")."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return ""
@@ -97,7 +97,7 @@ def _is_installed(file: str) -> bool:
 
 
 def _is_forward(function: str) -> bool:
-    """Whether a function is a module's forward, or what Dynamo makes of the rest of one behind a graph break; decorators have other names."""
+    """Whether a function is a module's forward, or Dynamo's of the rest of one behind a graph break; decorators have other names."""
     return function == "forward" or "_resume_in_forward_" in function
 
 

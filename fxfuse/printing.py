@@ -53,12 +53,12 @@ def height(text: str) -> int:
 
 
 def alike(sentence: str) -> str:
-    """What a sentence has in common with those that differ from it only in numbers, or in which of equal nodes (`add`, `add_3`) they name."""
+    """What a sentence has in common with those that differ from it in numbers, or in which of equal nodes (`add`, `add_3`) they name."""
     return NUMBER.sub("#", NAME_COUNT.sub("", sentence))
 
 
 def likeness(chain: str, got_to: str, told: Iterable[str]) -> tuple[str, ...]:
-    """What candidates have in common that a reader need be told of once: the chain, its op or how far the match got, what the sentences say."""
+    """What candidates that share a row have in common: the chain, its op or how far the match got, what the sentences say."""
     return chain, got_to, *map(alike, told)
 
 

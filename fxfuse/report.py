@@ -47,8 +47,8 @@ class Fused:
 
     shapes: "input -> convolution output -> result" (of another anchor its output), each as [N, C, ...]; symbolic sizes by name.
     choice: why this implementation was taken. candidates: every way that was weighed, this one included.
-    location: file:line of the anchor in the user's model. module: the path of its module there ("blocks.2.conv"). Both empty where the graph
-    does not say. graph: number of its graph within the report.
+    location: file:line of the anchor in the user's model. module: the path of its module there ("blocks.2.conv"). Both are empty where the
+    graph does not say. graph: number of its graph within the report.
     body: the attribute that holds their graph, if it is the body of a higher-order op. calls: how often one run of the module calls that graph.
     """
 
@@ -70,8 +70,9 @@ class Declined:
     """A candidate that was left as it was: how far the match got, the node where it stopped, and a sentence to act on.
 
     nodes: the chain's nodes as far as the match got. body: the attribute that holds their graph, if it is the body of a higher-order op.
-    location: file:line, in the user's model, of the node where it stopped. module: the path of the anchor's module ("blocks.2.conv"). Both empty
-    where the graph does not say. candidates: every way that was weighed, where it came to that. graph: number of its graph within the report.
+    location: file:line, in the user's model, of the node where it stopped. module: the path of the anchor's module ("blocks.2.conv"). Both are
+    empty where the graph does not say. candidates: every way that was weighed, where it came to that. graph: number of its graph within the
+    report.
     """
 
     chain: str
@@ -127,7 +128,7 @@ class Report:
         return self._text(self._fused(None, fold=False), self._declined(None, fold=False))
 
     def _text(self, fused: str, declined: str) -> str:
-        summary = f"{len(self.fused)} fused, {len(self.declined)} declined in {self.graphs} graph{'' if self.graphs == 1 else 's'}"
+        summary = f"{len(self.fused)} fused, {len(self.declined)} declined in {_counting(self.graphs, 'graph')}"
         parts = [summary]
         if self.fused:
             parts.append(fused)
@@ -157,8 +158,8 @@ def declined_table(declined: Sequence[Declined], lines: int | None = None, fold:
 
 
 def alike_ones(records: Sequence[Record]) -> list[list[Record]]:
-    """Records that a reader need be told once: of the same chain, with the same op or as far as each other, whose sentences differ at most in
-    numbers and in which of equal nodes they name. The commonest first."""
+    """Records that share a row: of the same chain, with the same op or as far as each other, whose sentences differ at most in numbers and in
+    which of equal nodes they name. The commonest first."""
     keys = (likeness(record.chain, _got_to(record), _told(record)) for record in records)
     return [[records[position] for position in group] for group in folded(keys)]
 
@@ -186,7 +187,12 @@ def _table(groups: list[list[Record]], row: Callable[..., Any], headers: Sequenc
         return table
     table, shown = fitting(rows, headers, widths, lines - 1)
     left = groups[shown:]
-    return f"{table}\n{len(left)} more rows, of {sum(map(len, left))} candidates, are left out: fxfuse explain --all, or report.full(), shows every candidate"
+    told = f"{_counting(len(left), 'row')} more, of {_counting(sum(map(len, left)), 'candidate')}"
+    return f"{table}\nleft out: {told}; `fxfuse explain --all`, or report.full(), shows every candidate"
+
+
+def _counting(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _fused_row(group: list[Fused]) -> tuple[str, ...]:

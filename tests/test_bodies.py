@@ -294,7 +294,11 @@ def second_call_gives_a_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("run", "same"), [*ALIASES.values(), (second_call_gives_a_view, True)], ids=[*ALIASES, "region, a view at the second call"])
 def test_operands_that_are_one_tensor(run: Callable[..., Any], same: bool) -> None:
-    _, report = fuse(captured(run))
+    try:
+        gm = captured(run)
+    except torch._dynamo.exc.UncapturedHigherOrderOpError as error:
+        pytest.skip(f"this torch captures no such call: {str(error).splitlines()[2]}")
+    _, report = fuse(gm)
     assert ["may write to l_x_ between" in reason for reason in reasons(report)] == [True] * same
     assert len(report.fused) == (not same)
 
@@ -378,11 +382,12 @@ def test_inductor_that_fails_on_the_fused_bodies_gets_the_ones_they_were(monkeyp
 
     torch._dynamo.reset()
     monkeypatch.setattr(inductor, "compile_fx", fails_first)
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # what comes from a cache is not traced
     x, w = torch.randn(X), torch.randn(W, requires_grad=True)
     expected = torch.autograd.grad(in_a_region(x, w).sum(), w)
     run = torch.compile(in_a_region, backend="fxfuse", options={"fxfuse.select": "always"})
-    torch.testing.assert_close(torch.autograd.grad(run(x, w).sum(), w), expected, rtol=1e-4, atol=1e-4)
+    with torch.compiler.config.patch(force_disable_caches=True):  # what comes from a cache is not traced
+        gradients = torch.autograd.grad(run(x, w).sum(), w)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
     assert attempts == [1, 0] and "Inductor does not compile" in fxfuse.reports()[-1].stopped
     with torch.profiler.profile() as profile:
         run(x, w)

@@ -136,6 +136,29 @@ def test_bodies_are_pictures_of_their_own_before_and_after() -> None:
     assert not any(node["stands_for"] for node in before["nodes"])
 
 
+class Many(nn.Module):
+    """Four equal near misses, another, and three equal chains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.heads = (nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(count)) for count in (4, 3))
+        self.last = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = torch.sin(F.gelu(block(x)))
+        return [gelu_pool(head(x)) for head in self.heads], torch.cos(F.gelu(self.last(x)))
+
+
+def test_like_candidates_share_a_row_and_every_one_is_in_the_report() -> None:
+    data = explained(Many(), torch.randn(2, 4, 8, 8))
+    records = [*data["report"]["fused"], *data["report"]["declined"]]
+    assert [record["module"] for record in records] == [*(f"heads.{at}" for at in range(3)), *(f"blocks.{at}" for at in range(4)), "last"]
+    assert data["folds"] == [[0, 1, 2], [3, 4, 5, 6], [7]]
+    nodes = named(data["graphs"][0]["before"])
+    assert len({record["node"] for record in data["report"]["declined"]} & set(nodes)) == 5, "each is marked in the graph"
+
+
 def test_predicted_times_are_numbers() -> None:
     data = explained(ConvGeluPool(), torch.randn(2, 4, 8, 8), select="auto")
     (declined,) = data["report"]["declined"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import ConvGeluPool, fuse, traced_graph
-from test_page import MODEL, NASTY, Two, explained, written
+from test_page import MODEL, NASTY, Many, Two, explained, written
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -128,6 +128,22 @@ def test_a_row_of_another_graph_opens_it(tmp_path: Path, open_page: Open) -> Non
     assert tab.input_value("#graph") == "1" and told["declined"][0]["reason"] in tab.inner_text("#details .note.declined")
     line = 1 + next(at for at, text in enumerate(MODEL.splitlines()) if "amax" in text)
     assert f"mine.py:{line}" in tab.inner_text("#details dl") and "self.second(x)" in tab.inner_text("#details pre.source")
+
+
+def test_a_row_of_like_candidates_opens_into_one_for_each(tmp_path: Path, open_page: Open) -> None:
+    tab = open_page(saved(tmp_path, Many(), torch.randn(2, 4, 8, 8)))
+    shown = tab.locator("tr.record:visible")
+    assert shown.count() == 3 and tab.locator("tr.record").count() == 8
+    first = tab.locator("tr.record.declined").first
+    assert "blocks.0" in first.inner_text() and "and 3 more" in first.inner_text()
+    search(tab, "gelu_2")
+    assert "selected" in first.get_attribute("class"), "a row is marked for all that it stands for"
+    first.locator("button.more").click()
+    assert shown.count() == 6 and "more" not in first.inner_text()
+    tab.keyboard.press("Escape")
+    shown.nth(3).click()
+    assert "blocks.2" in shown.nth(3).inner_text() and "selected" in shown.nth(3).get_attribute("class")
+    assert "selected" not in first.get_attribute("class") and tab.inner_text("#details h2") == "gelu_2"
 
 
 def test_a_click_on_a_node_tells_what_is_known(tmp_path: Path, open_page: Open) -> None:

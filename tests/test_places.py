@@ -1,4 +1,4 @@
-"""Where a node comes from: the module's path as `named_modules` spells it, however the graph was captured, and the nearest line of the user's model."""
+"""Where a node comes from: the path of its module, however the graph was captured, and the nearest line of the user's model."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of an installed package of models, whose layers are in files of their own and whose forward has a decorator of the library's."""
+    """The folder of an installed package of models: layers are in files of their own, and a decorator of theirs is around a forward."""
     folder = tmp_path_factory.mktemp("lib") / "site-packages"
     for name, source in PACKAGE.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +252,11 @@ def test_of_an_installed_model_within_the_users_the_line_is_the_users(capture: C
 
 
 STDLIB, SITE = sysconfig.get_path("stdlib"), "/env/lib/python3.12/site-packages"
-MINE, MODEL, LAYER = Frame("/home/me/mine.py", 3, "run"), Frame(f"{SITE}/nets/net.py", 7, "forward"), Frame(f"{SITE}/nets/layers.py", 9, "forward")
+MINE, MODEL, LAYER = (
+    Frame("/home/me/mine.py", 3, "run"),
+    Frame(f"{SITE}/nets/net.py", 7, "forward"),
+    Frame(f"{SITE}/nets/layers.py", 9, "forward"),
+)
 TORCH = Frame(f"{places.TORCH}nn/modules/conv.py", 5, "forward")
 
 
@@ -264,7 +268,10 @@ TORCH = Frame(f"{places.TORCH}nn/modules/conv.py", 5, "forward")
         ([MODEL, LAYER, MINE, TORCH], MINE),
         ([MODEL, LAYER, MODEL._replace(line=8), LAYER], MODEL._replace(line=8)),
         ([LAYER._replace(function="wrapper"), MODEL, LAYER], MODEL),
-        ([LAYER._replace(function="wrapper"), MODEL._replace(function="torch_dynamo_resume_in_forward_at_5"), LAYER], MODEL._replace(function="torch_dynamo_resume_in_forward_at_5")),
+        (
+            [LAYER._replace(function="wrapper"), MODEL._replace(function="torch_dynamo_resume_in_forward_at_5"), LAYER],
+            MODEL._replace(function="torch_dynamo_resume_in_forward_at_5"),
+        ),
         ([MODEL._replace(function="apply"), LAYER._replace(function="gelu")], MODEL._replace(function="apply")),
         ([MINE, Frame(f"{STDLIB}/functools.py", 1, "wrapper")], MINE),
         ([MINE, Frame("/usr/lib/python3/dist-packages/nets/net.py", 1, "forward")], MINE),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from models import (
     ConvGeluPool, ConvNormPoolGelu, arguments, dynamo_graph, fake_mode, fuse, fused_nodes, gelu_pool, norm_pool_gelu, traced_graph,
 )  # fmt: skip
-from torch import fx
+from torch import fx, nn
 
 import fxfuse.passes.conv_gelu_pool as conv_gelu_pool
 from fxfuse import torch_private
@@ -224,7 +224,8 @@ def test_nodes_that_are_annotated_otherwise_are_left_alone(name: str, values: tu
 
 @pytest.mark.parametrize("name", torch_private.PROVENANCE)
 def test_where_nodes_come_from_may_differ(name: str) -> None:
-    _, report = fuse(marked(name, 1, 2, None))
+    one, other = ({"0": ("one", nn.Conv2d)}, {"0": ("other", nn.GELU)}) if name == "nn_module_stack" else (1, 2)
+    _, report = fuse(marked(name, one, other, None))
     assert len(report.fused) == 1
 
 

@@ -33,9 +33,16 @@ def declined(reason: str, at: int = 0, chain: str = "conv_gelu_pool", reached: s
     return Declined(chain, reached, f"gelu_{at}", reason, f"/models/net.py:{30 + at}", module=f"blocks.{at}.conv", **more)
 
 
-def fused(at: int = 0, shapes: str = "[2, 4] -> [2, 4]", choice: str = "predicted 9 us, Inductor at least 12 us", verdict: str = "the convolution is transposed") -> Fused:
+def fused(
+    at: int = 0,
+    shapes: str = "[2, 4] -> [2, 4]",
+    choice: str = "predicted 9 us, Inductor at least 12 us",
+    verdict: str = "the convolution is transposed",
+) -> Fused:
     candidates = (Candidate("conv_gelu_pool", verdict), Candidate("gelu_pool", choice))
-    return Fused("conv_gelu_pool", "gelu_pool", (f"conv_{at}",), shapes, choice, f"/models/net.py:{30 + at}", candidates, module=f"blocks.{at}.conv")
+    return Fused(
+        "conv_gelu_pool", "gelu_pool", (f"conv_{at}",), shapes, choice, f"/models/net.py:{30 + at}", candidates, module=f"blocks.{at}.conv"
+    )
 
 
 def cells(text: str) -> list[list[str]]:
@@ -50,7 +57,10 @@ def cells(text: str) -> list[list[str]]:
 
 LIKE = {
     "equal sentences": ("gelu is followed by mul", "gelu is followed by mul"),
-    "predicted times": ("left to Inductor: predicted 12 us, Inductor at least 9 us", "left to Inductor: predicted 1.5e+03 us, Inductor at least 800 us"),
+    "predicted times": (
+        "left to Inductor: predicted 12 us, Inductor at least 9 us",
+        "left to Inductor: predicted 1.5e+03 us, Inductor at least 800 us",
+    ),
     "nodes of one name": ("the result of gelu is also used by add", "the result of gelu_12 is also used by add_3"),
     "parameters of equal layers": ("l_blocks_0_weight_ is on cuda:0", "l_blocks_11_weight_ is on cuda:0"),
     "symbolic sizes": ("the pool's output size [s27, 2] is not global", "the pool's output size [s53, 4] is not global"),
@@ -83,7 +93,9 @@ def test_candidates_of_another_chain_or_reach_or_op_have_rows_of_their_own() -> 
 
 
 def test_a_row_of_many_shows_the_first_and_how_many_more_the_commonest_row_first() -> None:
-    report = Report(declined=[declined("gelu is followed by add"), *(declined("gelu is followed by mul", at) for at in range(39))], graphs=1)
+    report = Report(
+        declined=[declined("gelu is followed by add"), *(declined("gelu is followed by mul", at) for at in range(39))], graphs=1
+    )
     assert cells(str(report)) == [
         ["39 × conv_gelu_pool", "gelu", "blocks.0.conv /models/net.py:30 and 38 more", "gelu is followed by mul"],
         ["conv_gelu_pool", "gelu", "blocks.0.conv /models/net.py:30", "gelu is followed by add"],
@@ -118,7 +130,9 @@ class InBody(Fused):
 
 
 def test_a_place_in_a_body_says_so() -> None:
-    inside = InBody(**{field.name: getattr(fused(), field.name) for field in dataclasses.fields(Fused) if field.name not in ("body", "calls")})
+    inside = InBody(
+        **{field.name: getattr(fused(), field.name) for field in dataclasses.fields(Fused) if field.name not in ("body", "calls")}
+    )
     report = Report(fused=[inside], declined=[declined("a", body="wrap_body_1")])
     (made, left) = cells(str(report))
     assert made[3] == "blocks.0.conv /models/net.py:30 in wrap_body_0, called 3 times"
@@ -137,7 +151,9 @@ def test_errors_tell_like_candidates_once() -> None:
     report = Report(declined=[declined("gelu is followed by mul", at) for at in range(39)], graphs=1)
     assert str(NotFusedError(report)) == "conv_gelu_pool at /models/net.py:30 (blocks.0.conv) and 38 more: gelu is followed by mul"
     (unmet,) = expect.unmet(report, {"conv_gelu_pool": 1}, Options())
-    assert str(unmet).endswith("declined 39 times; declined at /models/net.py:30 (blocks.0.conv) and 38 more behind gelu: gelu is followed by mul")
+    assert str(unmet).endswith(
+        "declined 39 times; declined at /models/net.py:30 (blocks.0.conv) and 38 more behind gelu: gelu is followed by mul"
+    )
 
 
 def letters(number: int) -> str:
@@ -157,7 +173,10 @@ def test_any_report_is_one_screen_and_says_what_it_leaves_out(num_fused: int, nu
     assert len(text.splitlines()) <= SCREEN and max(map(len, text.splitlines())) <= COLUMNS
     shown = cells(text)
     rows = {"fused": [row for row in shown if len(row) == 5], "declined": [row for row in shown if len(row) == 4]}
-    left = [tuple(map(int, pair)) for pair in re.findall(r"^(\d+) more rows?, of (\d+) candidates?, .*fxfuse explain --all, or report.full\(\)", text, re.MULTILINE)]
+    left = [
+        tuple(map(int, pair))
+        for pair in re.findall(r"^left out: (\d+) rows? more, of (\d+) candidates?; `fxfuse explain --all`, or", text, re.MULTILINE)
+    ]
     for kind, records in (("fused", report.fused), ("declined", report.declined)):
         groups = alike_ones(records)
         assert bool(rows[kind]) == bool(groups), "something of each is shown"
@@ -233,7 +252,7 @@ def factory():
 
 @pytest.fixture
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An installed package with a model of 155 convolutions, in the style of those of image models: its layers are in a file of their own."""
+    """An installed package with a model of 155 convolutions, in the style of image models; its layers are in a file of their own."""
     folder = tmp_path / "site-packages"
     for name, source in NETS.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -256,7 +275,9 @@ def test_a_model_of_150_layers_is_one_screen(nets: Path, capsys: pytest.CaptureF
     assert len(lines) <= SCREEN and max(map(len, lines)) <= COLUMNS
     assert "left out" not in out and "× conv_gelu_pool" in out
     # Places are the model's own: every conv's module, and lines of its file rather than those of the layers.
-    assert "nets/layers.py" not in out and {record["location"].rsplit(":", 1)[0] for record in (*told["fused"], *told["declined"])} == {str(nets)}
+    assert "nets/layers.py" not in out and {record["location"].rsplit(":", 1)[0] for record in (*told["fused"], *told["declined"])} == {
+        str(nets)
+    }
     modules = {record["module"] for record in (*told["fused"], *told["declined"])}
     assert {"stages.0.0.conv1", "stages.3.3.conv2", "stages.1.11.gate.conv", "stages.3.4"} <= modules
     assert "stages.0.0.conv1" in out and re.search(r"nets/models/nfnet.py:\d+ ", out)
@@ -347,17 +368,30 @@ def test_commands_print_in_any_locale(locale: str, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "mine.py").write_text(MINE, encoding="utf-8")
     env = {name: value for name, value in os.environ.items() if name not in ("LANG", "PYTHONIOENCODING")} | LOCALES[locale]
-    env |= {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]), "FXFUSE_CACHE_DIR": str(folder / "cache")}
+    env |= {
+        "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "FXFUSE_CACHE_DIR": str(folder / "cache"),
+    }
     (tmp_path / "commands.py").write_text(COMMANDS, encoding="utf-8")
     command = [sys.executable, "-W", "ignore", "commands.py", f"{folder / 'mine.py'}:factory"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=300)
     out, err = done.stdout.decode("ascii"), done.stderr.decode("ascii")
     assert done.returncode == 0, err
     # A file name of another encoding than the locale's has surrogates.
-    assert r"gr\xf6\xdfe" in out and (r"Gr\xf6\xdfe" in out or r"Gr\udcc3\udcb6" in out) and "| fused chain" in out and "| declined chain" in out and "\\u25" not in out
+    assert (
+        r"gr\xf6\xdfe" in out
+        and (r"Gr\xf6\xdfe" in out or r"Gr\udcc3\udcb6" in out)
+        and "| fused chain" in out
+        and "| declined chain" in out
+        and "\\u25" not in out
+    )
     assert "gelu is followed by sin" in out and "expected conv_gelu_pool not to be fused, found it fused 1 time" in out
     assert "| chain" in out and "C++ compiler" in out and "0 True 2" in out and "cache" in out
-    assert r"has no attribute 'factory\xe4'" in err and r"unrecognized arguments: --hilfe-f\xfcr" in err and "Error" not in err.replace("AttributeError", "")
+    assert (
+        r"has no attribute 'factory\xe4'" in err
+        and r"unrecognized arguments: --hilfe-f\xfcr" in err
+        and "Error" not in err.replace("AttributeError", "")
+    )
 
 
 def test_the_coverage_summary_prints_in_ascii(tmp_path: Path) -> None:
