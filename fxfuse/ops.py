@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import torch_private
+from . import flops, torch_private
 
 NAMESPACE = "fxfuse"
 # Inductor gives an untagged custom op exact strides: it copies a channels_last convolution output to contiguous in front of it.
@@ -23,7 +23,11 @@ _with_kernel: set[tuple[str, str]] = set()
 
 
 def define(
-    schema: str, fake: Callable[..., Any], kernel: Callable[..., Any] | None = None, autograd: Callable[..., Any] | None = None
+    schema: str,
+    fake: Callable[..., Any],
+    kernel: Callable[..., Any] | None = None,
+    autograd: Callable[..., Any] | None = None,
+    formula: flops.Formula | None = None,
 ) -> Any:
     """Declares `fxfuse::<name><schema>` with its fake and returns the op; declares it once a process, whoever imports it again.
 
@@ -31,6 +35,7 @@ def define(
     dtype and strides, computed from the strides it is given, and raises what eager would raise on bad shapes.
     kernel: what runs on every device, for an op made of others; without it the compiled library brings kernels.
     autograd: what runs in front of the kernels where autograd records, `apply` of a torch.autograd.Function that calls other ops.
+    formula: the FLOPs of a call; without one they are 0.
     """
     name = schema.split("(", 1)[0]
     if not hasattr(getattr(torch.ops, NAMESPACE), name):
@@ -40,6 +45,8 @@ def define(
             _library.impl(name, kernel, "CompositeExplicitAutograd")
         if autograd is not None:
             _library.impl(name, autograd, "Autograd")
+        if formula is not None:
+            flops.register(getattr(getattr(torch.ops, NAMESPACE), name).default, formula)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import precision
+from . import flops, precision
 from .fused import CHANNELS_LAST, convolution
 from .training import Arguments, Backward, Kernel
 
@@ -46,7 +46,7 @@ def through_convolution(
     def is_sample(name: str, arguments: Arguments) -> bool:
         return name == "input" and arguments["input"].dim() == arguments["weight"].dim()
 
-    return Backward(gradients, inner, is_sample, kernel=kernel)
+    return Backward(gradients, inner, is_sample, kernel=kernel, flops=flops.of_convolution_again)
 
 
 @functools.lru_cache(maxsize=1024)

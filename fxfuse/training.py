@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import ops
+from . import flops, ops
 
 # Of fp32 values inside an op, a piece of the batch: enough for full kernels (cuDNN's convolution and weight gradient of conv_norm_pool_gelu's
 # headline model take 7 to 11 % longer on an H200 than for the whole batch, with a quarter of it 31 % and more), and little beside the tensors of a
@@ -39,7 +39,7 @@ class Backward:
     splits: whether the batch comes in pieces. Not where samples meet inside the op, or where its gradients keep nothing of its size.
     kernel: what is tried first, on the whole batch. traced: whether a compiled graph holds the ops that `gradients` is made of in the place of one
     op: that takes the host less time, and Inductor fuses the sums. Not where `gradients` has something of the batch's size from arguments alone:
-    the forward would keep it for the backward.
+    the forward would keep it for the backward. flops: of a backward that gives the gradients of these names; arguments with shapes for tensors.
     """
 
     gradients: Gradients
@@ -48,6 +48,7 @@ class Backward:
     splits: Callable[[Arguments], bool] = lambda arguments: True
     kernel: Kernel = lambda grad, arguments, names: None
     traced: Callable[[Arguments], bool] = lambda arguments: False
+    flops: Callable[[Arguments, Sequence[str]], int] = lambda arguments, names: 0
 
 
 def define_training(op: Any, backward: Backward) -> Any:
@@ -68,7 +69,10 @@ def define_training(op: Any, backward: Backward) -> Any:
         with torch.autocast(grad.device.type, enabled=False):
             return _computed(backward, grad, arguments, asked)
 
-    of_op = ops.define(f"{name}_backward(Tensor grad, {arguments}, bool[] needs) -> Tensor[]", fake_backward, kernel=run_backward)
+    def formula(arguments: Arguments) -> int:
+        return backward.flops(arguments, [name for name, is_needed in zip(tensors, arguments["needs"]) if is_needed])
+
+    of_op = ops.define(f"{name}_backward(Tensor grad, {arguments}, bool[] needs) -> Tensor[]", fake_backward, run_backward, formula=formula)
 
     class Gradient(torch.autograd.Function):
         @staticmethod
@@ -99,7 +103,7 @@ def define_training(op: Any, backward: Backward) -> Any:
             found = dict(zip(asked, Gradient.apply(grad, *(values[name] for name in names), needs)))
             return tuple(found.get(name) for name in names)
 
-    return ops.define(f"{name}_training({arguments}) -> Tensor", op, kernel=op, autograd=Twin.apply)
+    return ops.define(f"{name}_training({arguments}) -> Tensor", op, kernel=op, autograd=Twin.apply, formula=flops.formula_of(op))
 
 
 def _is_static(arguments: Arguments) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from fxfuse import fused, torch_private
+from fxfuse import flops, fused, torch_private
 from fxfuse.ops import define
 from fxfuse.recompute import through_convolution
 from fxfuse.training import Backward, define_training
@@ -76,6 +76,7 @@ conv_gelu_pool = define(
     "conv_gelu_pool(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool keepdim, "
     "str approximate, str precision, ScalarType? out_dtype) -> Tensor",
     conv_gelu_pool_fake,
+    formula=flops.of_convolution,
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fxfuse import fused
+from fxfuse import flops, fused
 from fxfuse.ops import define
 from fxfuse.recompute import through_convolution
 from fxfuse.training import Backward, define_training
@@ -86,6 +86,7 @@ conv_norm_pool_gelu = define(
     "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, float addend_scale, float addend_value, float eps, int[] pool_size, "
     "str approximate, str precision, ScalarType? out_dtype) -> Tensor",
     conv_norm_pool_gelu_fake,
+    formula=flops.of_convolution,
 )
 
 
