@@ -144,6 +144,7 @@ def test_a_place_that_the_graph_does_not_know_is_the_node() -> None:
     bare = dataclasses.replace(declined("a"), location="", module="")
     assert cells(str(Report(declined=[bare])))[0][2] == places([bare]) == "gelu_0"
     assert places([dataclasses.replace(bare, module="blocks.0")]) == "blocks.0"
+    assert cells(str(Report(declined=[dataclasses.replace(bare, module="1.10")])))[0][2] == "1.10"
     assert places([dataclasses.replace(bare, location="/models/net.py:3"), bare]) == "/models/net.py:3 and 1 more"
 
 
