@@ -53,7 +53,7 @@ class Coverage:
         headers = ("chain", "candidates", "fused", "declined", "reasons")
         ways = ", ".join(f"{count} {how}" for how, count in sorted(self.graphs.items()) if count)
         total = self.graphs.total()
-        table = wrapped(rows, headers, (None, None, None, None, 72))
+        table = wrapped(rows, headers, (None, None, None, None, 72), ("left", "right", "right", "right", "left"))
         return printable("\n".join([f"{total} graph{'' if total == 1 else 's'}: {ways}", table, *stopped]))
 
     def _row(self, chain: str) -> tuple[Any, ...]:

@@ -28,13 +28,17 @@ def times(number: int) -> str:
     return f"{number} {'×' if printable('×') == '×' else 'x'}"
 
 
-def wrapped(rows: Iterable[Sequence[object]], headers: Sequence[str], widths: Sequence[int | None]) -> str:
-    """A table whose columns are at most so wide, drawn in characters that standard output has."""
+def wrapped(
+    rows: Iterable[Sequence[object]], headers: Sequence[str], widths: Sequence[int | None], aligned: Sequence[str] | None = None
+) -> str:
+    """A table whose columns are at most so wide, drawn in characters that standard output has. aligned: "left" or "right" for each column, by
+    default left."""
     from tabulate import tabulate
 
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     style = "simple_grid" if printable("─") == "─" else "grid"
-    return tabulate(cells, headers=headers, tablefmt=style, maxcolwidths=list(widths), disable_numparse=True)
+    # A module's path such as "1.10" is no number.
+    return tabulate(cells, headers=headers, tablefmt=style, maxcolwidths=list(widths), colalign=aligned, disable_numparse=True)
 
 
 def fitting(rows: Sequence[Sequence[object]], headers: Sequence[str], widths: Sequence[int | None], lines: int) -> tuple[str, int]:
