@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from models import ConvGeluPool, ConvNormPoolGelu
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fxfuse import library, listeners
 from fxfuse.options import OptionError
@@ -43,6 +45,47 @@ class OneOfTwo(nn.Module):
         return self.chain(x), y.amax((2, 3))
 
 
+class FrozenDict(collections.OrderedDict):
+    """A config as diffusers' models keep it: it cannot be changed by its own methods."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("a FrozenDict cannot be changed")
+
+    __setitem__ = __delitem__ = setdefault = pop = update = _refuse
+
+
+class Configured(nn.Module):
+    """In the manner of diffusers: a frozen config among the attributes, which forward reads, and checkpoints in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._internal_dict = FrozenDict()
+        collections.OrderedDict.__setitem__(self._internal_dict, "scale", 2.0)
+        self.gradient_checkpointing = True
+        self.chain = ConvGeluPool()
+
+    @property
+    def config(self) -> FrozenDict:
+        return self._internal_dict
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.config["scale"]
+        if self.training and self.gradient_checkpointing:
+            return checkpoint(self.chain, x, use_reentrant=False)
+        return self.chain(x)
+
+
+class WithDropout(nn.Module):
+    """Dropout between all steps, as models for training have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Dropout2d(0.1), nn.GELU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.steps(x)
+
+
 def failure(*args: Any, **kwargs: Any) -> tuple[str, str]:
     """The message's first line, and the rest with the words of a cell that is wrapped beside each other."""
     with pytest.raises(AssertionError) as caught:
@@ -54,6 +97,25 @@ def failure(*args: Any, **kwargs: Any) -> tuple[str, str]:
 def test_an_expectation_that_holds_gives_the_report() -> None:
     report = assert_fused(OneOfTwo(), (image(),), {"conv_gelu_pool": 1, "conv_norm_pool_gelu": 0}, options=ALWAYS)
     assert [fused.op for fused in report.fused] == ["gelu_pool"] and len(report.declined) == 1
+
+
+def test_a_model_with_a_frozen_config_keeps_it() -> None:
+    model = Configured().eval()
+    config = model.config
+    assert_fused(model, (image(),), {"conv_gelu_pool": 1}, options=ALWAYS)
+    assert model.config is config and dict(config) == {"scale": 2.0}
+
+
+def test_a_model_under_a_checkpoint_in_training() -> None:
+    with torch.enable_grad():
+        report = assert_fused(Configured().train(), (image(),), {"conv_gelu_pool": 1}, options=ALWAYS)
+    assert report.fused[0].body and report.fused[0].module == "chain.conv"
+
+
+def test_a_model_with_dropout_in_eval_and_in_training() -> None:
+    assert_fused(WithDropout().eval(), (image(),), {"conv_gelu_pool": 1}, options=ALWAYS)
+    _, table = failure(WithDropout().train(), (image(),), {"conv_gelu_pool": 1})
+    assert "conv is followed by dropout" in table
 
 
 def test_the_message_is_the_why_not_table() -> None:
