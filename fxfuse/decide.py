@@ -79,7 +79,8 @@ def declined(found: Match | Miss, node: fx.Node, reason: str) -> Declined:
     """The record of a candidate that is left alone."""
     reached = found.reached if isinstance(found, Miss) else list(found.calls)[-1]
     nodes = tuple(inner.name for inner in found.in_order)
-    return Declined(found.chain.name, reached, node.name, reason, location_of(node), nodes, module=module_of(found.in_order[0]))
+    is_parted = isinstance(found, Miss) and bool(found.behind)
+    return Declined(found.chain.name, reached, node.name, reason, location_of(node), nodes, module=module_of(found.in_order[0]), is_parted=is_parted)
 
 
 def unread(chain: Chain, error: PassError) -> Declined:

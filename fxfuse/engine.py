@@ -117,9 +117,10 @@ def _decision(body: Body, view: GraphView, found: Match | Miss, terms: Terms, ta
 
 
 def _left(report: Report, plans: Mapping[Body, list[Plan]]) -> list[Declined]:
-    """The declined candidates that really stay as they are: the nodes of others are all fused, as another chain."""
+    """The declined candidates that really stay as they are: the nodes of others are all fused, as another chain, or begin none."""
     fused = {(body.name, node.name) for body, of_body in plans.items() for p in of_body for node in p.match.in_order}
-    return [record for record in report.declined if not fused.issuperset((record.body, name) for name in record.nodes)]
+    begun = (record for record in report.declined if not record.is_parted)
+    return [record for record in begun if not fused.issuperset((record.body, name) for name in record.nodes)]
 
 
 def _rewritten(graph: fx.Graph, plans: Mapping[Body, list[Plan]], options: Options, report: Report) -> fx.Graph:

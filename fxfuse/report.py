@@ -72,7 +72,8 @@ class Declined:
     nodes: the chain's nodes as far as the match got. body: the attribute that holds their graph, if it is the body of a higher-order op.
     location: file:line, in the user's model, of the node where it stopped. module: the path of the anchor's module ("blocks.2.conv"). Both are
     empty where the graph does not say. candidates: every way that was weighed, where it came to that. graph: number of its graph within the
-    report.
+    report. is_parted: whether other ops stand where the chain's second op should, and the rest of the chain behind them: `fxfuse.strict` lets such
+    a one pass.
     """
 
     chain: str
@@ -85,6 +86,7 @@ class Declined:
     candidates: tuple[Candidate, ...] = ()
     graph: int = 0
     module: str = ""
+    is_parted: bool = False
 
 
 Record = TypeVar("Record", Fused, Declined)

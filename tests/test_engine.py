@@ -283,6 +283,14 @@ def test_never() -> None:
     assert reasons(report) == ['fxfuse.select is "never"'] * 2
 
 
+def test_strict_lets_a_chain_pass_that_other_ops_part_behind_the_convolution() -> None:
+    gm = captured(lambda x, w: F.gelu(torch.conv2d(x, w).relu()).mean((2, 3)), X, W)
+    _, report = fuse(gm, strict=True)
+    assert [record.is_parted for record in report.declined] == [True]
+    with pytest.raises(engine.NotFusedError, match="gelu is followed by relu"):
+        fuse(captured(lambda x, w: F.gelu(torch.conv2d(x, w)).relu().mean((2, 3)), X, W), strict=True)
+
+
 def test_strict_raises_every_sentence_with_its_place() -> None:
     gm = captured(lambda x, w: (F.gelu(torch.conv2d(x, w)).sum(), F.gelu(torch.conv2d(x, w)).mean(1)), X, W)
     with pytest.raises(engine.NotFusedError) as error:
