@@ -9,6 +9,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ TEXTS = {
     "escape": r"C:\Users\x\N{",
     "backslash at the end": "end\\",
     "docstring end": 'a"""b',
-    "quotes": "\"'\"",
+    "quotes": '"\'"',
     "quotes at the end": 'end""',
     "line end": "a\nb",
     "carriage return": "a\rimport b",
@@ -44,9 +46,10 @@ TEXTS = {
 
 # Sources of a `model` with both a fused chain and one that is not: the tanh stops it.
 HEAD = "import torch\nfrom torch import nn\nimport torch.nn.functional as F\n\n"
-BEGIN = (
-    "class Model(nn.Module):\n    def __init__(self): super().__init__(); self.conv = nn.Conv2d(4, 8, 3)\n    def stop(self, x): return F.gelu(self.conv(x)).tanh()\n"
-)
+BEGIN = """class Model(nn.Module):
+    def __init__(self): super().__init__(); self.conv = nn.Conv2d(4, 8, 3)
+    def stop(self, x): return F.gelu(self.conv(x)).tanh()
+"""
 CHAIN = "F.adaptive_avg_pool2d(F.gelu(self.conv(x)), 1), self.stop(x)"
 SOURCES = {
     "one line": f"{HEAD}{BEGIN}    def forward(self, x): return {CHAIN}\n",
@@ -89,8 +92,17 @@ def loaded(script: str) -> dict[str, Any]:
     return scope
 
 
+@contextmanager
+def untraced() -> Iterator[None]:
+    """torch's structured trace, into which pytest's capture of logs listens, cannot hold a path that is not UTF-8; without it torch compiles such code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._logging._internal.trace_log, "handlers", [])
+        yield
+
+
 def captured(model: Any, *args: torch.Tensor) -> tuple[fx.GraphModule, Report]:
-    gm = dynamo_graph(model, *args)
+    with untraced():
+        gm = dynamo_graph(model, *args)
     return gm, fuse(gm)[1]
 
 
@@ -98,13 +110,6 @@ def told(report: Report) -> list[Fused | Declined]:
     return [*report.fused, *report.declined]
 
 
-@pytest.fixture
-def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's structured trace, which pytest's capture of logs turns on, cannot hold a path that is not UTF-8: without it torch compiles such code."""
-    monkeypatch.setattr(torch._logging._internal.trace_log, "handlers", [])
-
-
-@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_scripts_of_every_folder_are_python(text: str, tmp_path: Path) -> None:
     gm, report = captured(model_in(tmp_path / text, SOURCES["one line"]), torch.randn(2, 4, 8, 8))
@@ -217,14 +222,13 @@ def test_options_that_are_no_literals_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.compiler
-@pytest.mark.usefixtures("untraced")
 def test_a_script_of_an_odd_folder_runs(tmp_path: Path) -> None:
     """In a Sequential Dynamo names the values `input_1`, ...; folders are those of the model and of the dump."""
     odd = tmp_path / ("".join(TEXTS.values())[:80].replace("/", "") + os.fsdecode(b"\xe9"))
     source = f"{HEAD}class Model(nn.Sequential):\n    def __init__(self): super().__init__(nn.Conv3d(4, 6, 3), nn.LayerNorm(10), nn.AvgPool3d(2), nn.GELU())\n"
     model = model_in(odd / "model", f"{source}    def forward(self, input): return super().forward(input)\n")
     x = torch.randn(2, 4, 6, 6, 12)
-    with torch.no_grad():
+    with torch.no_grad(), untraced():
         torch._dynamo.reset()
         torch.compile(model, backend="fxfuse", options={"fxfuse.select": "always", "fxfuse.dump": odd / "dump"})(x)
     (script,) = odd.glob("dump/*/repro_*.py")
