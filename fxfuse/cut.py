@@ -27,6 +27,8 @@ def cut_out(nodes: Sequence[fx.Node], example_sizes: bool = False) -> fx.Graph |
             value = value_of(source) if value_of(source) is not None else attribute_of(source)
             if isinstance(value, torch.Tensor):
                 copied[source] = graph.placeholder(f"input_{len(graph.find_nodes(op='placeholder'))}")
+                # The name of a parameter in the graph's code: a node, such as a Sequential's, may have had the one asked for.
+                copied[source].target = copied[source].name
                 copied[source].meta = {**source.meta, "example_value": value}
             elif example_sizes and (number := torch_private.example_of(value)) is not None:
                 copied[source] = number

@@ -23,7 +23,7 @@ def write(directory: Path, name: str, files: Mapping[str, str]) -> None:
     try:
         partial.mkdir(parents=True)
         for file, text in files.items():
-            (partial / file).write_text(text, encoding="utf-8")
+            (partial / file).write_text(text, encoding="utf-8", errors="backslashreplace")
         _rename(partial, directory / name)
     except OSError as error:
         if directory not in _unwritable:

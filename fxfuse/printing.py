@@ -23,6 +23,12 @@ def printable(text: str) -> str:
     return text
 
 
+def one_line(text: str) -> str:
+    """The text on one line that any encoding of Unicode holds: line ends, control characters and lone surrogates (of a file name that is not
+    UTF-8) come as Python's escapes."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
 def times(number: int) -> str:
     """`39 ×`, with a letter x where standard output has no such sign."""
     return f"{number} {'×' if printable('×') == '×' else 'x'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from .bodies import bodies_of
 from .cut import cut_out, inputs_of
 from .document import Repro
 from .options import Options
+from .printing import one_line
 from .report import Declined, Fused, Report
 
 SCRIPT = '''"""{title}
@@ -90,20 +92,30 @@ def script(graph: fx.Graph, record: Fused | Declined, options: Options, inductor
     if not all(torch_private.is_plain(value) and value.layout is torch.strided for value in inputs_of(cut)):
         return "", "an input is not a plain dense tensor"
     fields = {
-        "title": _title(record),
-        "where": record.location or "not known, the graph holds no stack trace",
+        "title": in_docstring(_title(record)),
+        "where": in_docstring(record.location or "not known, the graph holds no stack trace"),
         "imports": torch_private.imports_of(cut),
-        "code": re.sub(r"def forward\(\s*self,?\s*", "def chain(\n    ", torch_private.readable(cut)),
+        "code": _code(cut),
         "tensors": "\n".join(f"        {_tensor(node)}," for node in cut.find_nodes(op="placeholder")),
         "setting": "\n".join(f"    {name}={value!r}," for name, value in _setting(nodes[0], options, inductor).items()),
     }
     return SCRIPT.format(**{name: value.rstrip("\n") + "\n" * (name == "code") for name, value in fields.items()}), None
 
 
+def in_docstring(text: str) -> str:
+    """The text as it stands on one line of a docstring, which then says just that text: a path or a reason may hold any character."""
+    return one_line(text.replace("\\", "\\\\").replace('"', '\\"'))
+
+
 def _title(record: Fused | Declined) -> str:
     verdict = f"became {record.op}: {record.choice}" if isinstance(record, Fused) else f"was not fused: {record.reason}"
-    text = f"{record.chain} {verdict}.".replace("\\", "\\\\").replace('"""', "'''")
-    return text
+    return f"{record.chain} {verdict}."
+
+
+def _code(cut: fx.Graph) -> str:
+    """The graph as a function `chain`."""
+    # Only the definition begins at column 0: a comment in its body may quote a user's line that looks like one.
+    return re.sub(r"^def forward\(\s*self,?\s*", "def chain(\n    ", torch_private.readable(cut), count=1, flags=re.MULTILINE)
 
 
 def _tensor(node: fx.Node) -> str:
@@ -118,7 +130,7 @@ def _tensor(node: fx.Node) -> str:
 
 def _setting(anchor: fx.Node, options: Options, inductor: Mapping[str, Any]) -> dict[str, Any]:
     now = state()
-    known = {name: value for name, value in inductor.items() if isinstance(value, (bool, int, float, str, type(None)))}
+    known = {name: value for name, value in inductor.items() if _is_literal(value)}
     return {
         "select": options.select,
         "backward": options.backward,
@@ -130,6 +142,14 @@ def _setting(anchor: fx.Node, options: Options, inductor: Mapping[str, Any]) -> 
         "chains": {chain.name: registry.source_of(chain) for chain in registry.registered()},
         "autocast": [(type, _short(dtype), True) for type, dtype in now.autocast.items()] + list(_regions(anchor)),
     }
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether Python reads the value's repr as that value; not that of an infinite number, an enum's member or a function."""
+    try:
+        return ast.literal_eval(repr(value)) == value
+    except (ValueError, SyntaxError, TypeError):
+        return False
 
 
 def _regions(anchor: fx.Node) -> Iterator[tuple[str, str | None, bool]]:

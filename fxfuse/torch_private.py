@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .places import Frame, nearest
+from .printing import one_line
 
 # Raised where fake tensors cannot stand in for data.
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
@@ -344,10 +345,26 @@ def readable(graph: fx.Graph) -> str:
 
     Bodies of higher-order ops follow. `GraphModule.print_readable` would need the graph to be a module's.
     """
-    code = graph.python_code("self", verbose=True, include_stride=True, include_device=True, expanded_def=True).src
+    with _quotable(graph):
+        code = graph.python_code("self", verbose=True, include_stride=True, include_device=True, expanded_def=True).src
     bodies = {node.target: getattr(graph.owning_module, str(node.target), None) for node in graph.find_nodes(op="get_attr")}
     nested = [f"# self.{name}\n{readable(body.graph)}" for name, body in bodies.items() if isinstance(body, fx.GraphModule)]
     return "\n\n".join([code.strip() + "\n", *nested])
+
+
+@contextmanager
+def _quotable(graph: fx.Graph) -> Iterator[None]:
+    """Within it, what the graph's code quotes of the user's source is one line a comment, whatever characters it holds."""
+    kept = {node: node.meta for node in graph.nodes}
+    try:
+        for node, meta in kept.items():
+            trace = "\n".join(map(one_line, (meta.get("stack_trace") or "").split("\n")))
+            annotations = {key: value if repr(value).isprintable() else str(value) for key, value in (meta.get("custom") or {}).items()}
+            node.meta = {**meta, "stack_trace": trace, "custom": annotations}
+        yield
+    finally:
+        for node, meta in kept.items():
+            node.meta = meta
 
 
 def imports_of(graph: fx.Graph) -> str:
