@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxfuse import folder, torch_private
+from fxfuse.cut import cut_out
 from fxfuse.options import Options
 from fxfuse.report import Declined, Fused, Report
 from fxfuse.repro import repros
@@ -94,7 +95,7 @@ def loaded(script: str) -> dict[str, Any]:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """torch's structured trace, into which pytest's capture of logs listens, cannot hold a path that is not UTF-8; without it torch compiles such code."""
+    """torch's structured trace, to which pytest's capture of logs listens, cannot hold a path that is not UTF-8; torch compiles it without."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._logging._internal.trace_log, "handlers", [])
         yield
@@ -206,6 +207,9 @@ def test_names_of_values_change_nothing(names: tuple[str, ...], tmp_path: Path) 
     assert [fused.chain for fused in report.fused] == ["conv_norm_pool_gelu"]
     (script,) = written(gm, report, tmp_path)
     (result,) = loaded(script)["chain"](x, weight, scale)
+    cut = cut_out([node for node in graph.nodes if node.name in report.fused[0].nodes])
+    assert isinstance(cut, fx.Graph)
+    torch.testing.assert_close(fx.GraphModule(nn.Module(), cut)(x, weight, scale)[0], result)
     torch.testing.assert_close(result, F.gelu(F.avg_pool3d(F.layer_norm(torch.conv3d(x, weight), (10,), scale), 2)))
 
 
@@ -224,9 +228,11 @@ def test_options_that_are_no_literals_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.compiler
 def test_a_script_of_an_odd_folder_runs(tmp_path: Path) -> None:
     """In a Sequential Dynamo names the values `input_1`, ...; folders are those of the model and of the dump."""
-    odd = tmp_path / ("".join(TEXTS.values())[:80].replace("/", "") + os.fsdecode(b"\xe9"))
-    source = f"{HEAD}class Model(nn.Sequential):\n    def __init__(self): super().__init__(nn.Conv3d(4, 6, 3), nn.LayerNorm(10), nn.AvgPool3d(2), nn.GELU())\n"
-    model = model_in(odd / "model", f"{source}    def forward(self, input): return super().forward(input)\n")
+    # Inductor compiles no script that lies in a folder that is not UTF-8.
+    odd = tmp_path / "".join(text for name, text in TEXTS.items() if name != "not UTF-8")
+    layers = "nn.Conv3d(4, 6, 3), nn.LayerNorm(10), nn.AvgPool3d(2), nn.GELU()"
+    source = f"{HEAD}class Model(nn.Sequential):\n    def __init__(self): super().__init__({layers})\n"
+    model = model_in(odd / TEXTS["not UTF-8"], f"{source}    def forward(self, input): return super().forward(input)\n")
     x = torch.randn(2, 4, 6, 6, 12)
     with torch.no_grad(), untraced():
         torch._dynamo.reset()
