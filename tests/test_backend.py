@@ -195,7 +195,7 @@ def test_a_graph_that_needs_grad_is_declined_with_the_way_out(inductor_calls, gi
 
 
 def test_strict_raises_the_sentence(inductor_calls):
-    with torch.enable_grad(), pytest.raises(BackendCompilerFailed, match=r"conv_gelu_pool at .*models.py:\d+: .*torch.no_grad\(\)"):
+    with torch.enable_grad(), pytest.raises(BackendCompilerFailed, match=r"conv_gelu_pool at .*models.py:\d+ \(conv\): .*torch.no_grad\(\)"):
         call(options={"fxfuse.strict": True})
     assert not inductor_calls
 
