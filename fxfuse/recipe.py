@@ -204,9 +204,9 @@ def _cpu_link(made: Recipe) -> tuple[list[str], list[str]]:
 
 def _cuda_link(made: Recipe) -> tuple[tuple[list[str], list[str]], list[str]]:
     """The link command with its libraries, and the stubs it needs: a CPU-only torch has no libtorch_cuda.so to name as NEEDED."""
-    stubs = [] if (made.torch.lib / "libtorch_cuda.so").exists() else ["libtorch_cuda.so"]
+    stubs = [] if os.path.isfile(made.torch.lib / "libtorch_cuda.so") else ["libtorch_cuda.so"]
     toolkit = made.nvcc.path.parent.parent / "lib"  # nvcc of the PyPI packages looks in lib64, which they do not have
-    folders = [f"-L{folder}" for folder in ([toolkit] if toolkit.is_dir() else []) + [".", made.torch.lib]]
+    folders = [f"-L{folder}" for folder in ([toolkit] if os.path.isdir(toolkit) else []) + [".", made.torch.lib]]
     command = [*_nvcc(made), "-shared", "-cudart", "static", *(word for flag in LINKER_FLAGS for word in ("-Xlinker", flag))]
     return (command, [*folders, "-Xlinker", "--no-as-needed", "-ltorch_cuda", "-ltorch_cpu"]), stubs
 

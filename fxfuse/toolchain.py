@@ -128,7 +128,7 @@ def find_ninja(env: Mapping[str, str] = os.environ) -> Path:
         import ninja
 
         binary = Path(ninja.BIN_DIR) / "ninja"
-        if binary.exists():
+        if os.path.isfile(binary):  # unlike Path's, it does not raise where one may not look
             return binary
     if path := shutil.which("ninja", path=env.get("PATH")):
         return Path(path)
@@ -150,7 +150,7 @@ def obstacle(folder: Path) -> str | None:
     """Why a folder cannot be written or, where it does not exist, made; None if it can."""
     while not os.path.lexists(folder):  # nor does one that may not be looked into
         folder = folder.parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return "it is a link to nothing" if folder.is_symlink() else f"{folder} is not a directory"
     return None if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write into {folder}"
 
@@ -168,7 +168,7 @@ def _nvcc_paths(env: Mapping[str, str], toolkits: Iterable[Path]) -> Iterator[Pa
     on_path = shutil.which("nvcc", path=env.get("PATH"))
     candidates = [home / "bin" / "nvcc" for home in homes] + ([Path(on_path)] if on_path else [])
     candidates += [toolkit / "bin" / "nvcc" for toolkit in toolkits] + list(_pypi_nvcc())
-    yield from (path for path in candidates if path.is_file())
+    yield from filter(os.path.isfile, candidates)
 
 
 def _pypi_nvcc() -> Iterator[Path]:

@@ -243,6 +243,12 @@ def factory():
 }
 
 
+def forget_nets() -> None:
+    """Another test's package has the same name."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "nets"]:
+        del sys.modules[name]
+
+
 @pytest.fixture
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An installed package with a model of 155 convolutions, in the style of image models; its layers are in a file of their own."""
@@ -251,9 +257,9 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(folder))
+    forget_nets()
     yield folder / "nets/models/nfnet.py"
-    for name in [name for name in sys.modules if name.split(".")[0] == "nets"]:
-        del sys.modules[name]
+    forget_nets()
 
 
 @pytest.mark.usefixtures("explains")
