@@ -54,7 +54,6 @@ BETWEEN = (
     "{y}.contiguous(memory_format=torch.preserve_format)",
     "{y}.clone()",
     "{y}.to({y}.dtype)",
-    "{y}.float()",
     "{y}.view({y}.shape)",
     "{y}[...]",
     "{y}.transpose(-1, -2)",
