@@ -13,7 +13,7 @@ from torch import fx
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 # What `explain` wraps around a model.
-WRAPPERS = (f"{TORCH}nn/utils/stateless.py", f"{TORCH}_functorch/functional_call.py", os.path.join(os.path.dirname(__file__), "api.py"))
+WRAPPERS = (os.path.join(os.path.dirname(__file__), "api.py"),)
 # Code that no file holds: graphs that were traced before, the import system.
 MACHINERY = ("<eval_with_key>", "<frozen ")
 

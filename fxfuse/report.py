@@ -178,8 +178,8 @@ def _place(record: Fused | Declined) -> list[str]:
 
 
 def _body(record: Fused | Declined) -> list[str]:
-    body, calls = getattr(record, "body", ""), getattr(record, "calls", 1)
-    return [f"in {body}" + (f", called {calls} times" if calls > 1 else "")] if body else []
+    calls = record.calls if isinstance(record, Fused) else 1
+    return [f"in {record.body}" + (f", called {calls} times" if calls > 1 else "")] if record.body else []
 
 
 def _table(groups: list[list[Record]], row: Callable[..., Any], headers: Sequence[str], widths: Sequence[int], lines: int | None) -> str:

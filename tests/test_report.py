@@ -113,18 +113,8 @@ def test_fused_chains_share_a_row_too() -> None:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class InBody(Fused):
-    """A chain in the body of a higher-order op that is called several times."""
-
-    body: str = "wrap_body_0"
-    calls: int = 3
-
-
 def test_a_place_in_a_body_says_so() -> None:
-    inside = InBody(
-        **{field.name: getattr(fused(), field.name) for field in dataclasses.fields(Fused) if field.name not in ("body", "calls")}
-    )
+    inside = dataclasses.replace(fused(), body="wrap_body_0", calls=3)
     report = Report(fused=[inside], declined=[declined("a", body="wrap_body_1")])
     (made, left) = cells(str(report))
     assert made[3] == "blocks.0.conv /models/net.py:30 in wrap_body_0, called 3 times"
