@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ def is_identity(node: fx.Node) -> bool:
         return False
     if name == DROPOUT:
         return not _drops(node)
+    if name == "reshape" and _has_other_strides(before):
+        return False
     return name in COPIES or (name in VIEWS and _is_same_memory(before, after))
 
 
@@ -44,6 +47,12 @@ def why_not(node: fx.Node) -> str:
     if are_equal(before.shape, after.shape) and not are_equal(before.stride(), after.stride()):
         return f"from strides {list(before.stride())} to {list(after.stride())}"
     return ""
+
+
+def _has_other_strides(before: torch.Tensor) -> bool:
+    """Whether a view of the same shape may have strides that its fake does not tell: eager gives dimensions of size 1 new ones."""
+    contiguous = [math.prod(before.shape[dim + 1 :]) for dim in range(before.dim())]
+    return any(isinstance(size, int) and size == 1 for size in before.shape) and not are_equal(before.stride(), contiguous)
 
 
 def _drops(node: fx.Node) -> bool:

@@ -95,6 +95,16 @@ def test_a_transposed_square_of_one_pixel_is_itself_and_one_of_equal_strides_too
     assert is_identity(node) == (node.meta["example_value"].stride() == node.args[0].meta["example_value"].stride())
 
 
+def test_a_view_of_a_tensor_with_ones_that_is_not_contiguous() -> None:
+    """Eager's view has other strides there than its fake: [1, 2, 6, 6] in channels_last becomes (2, 1, 12, 2) of (72, 1, 12, 2)."""
+    for batch, proven in ((1, False), (2, True)):
+        x = torch.zeros(batch, 2, 6, 6).to(memory_format=CHANNELS_LAST)
+        with torch.no_grad():
+            gm = dynamo_graph(lambda x: torch.sin(x).view(x.shape), x)
+        (node,) = [node for node in gm.graph.nodes if node.target == "view"]
+        assert is_identity(node) == proven
+
+
 @pytest.mark.parametrize("capture", [traced_graph, exported_graph])
 @pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5)], ids=lambda module: type(module).__name__)
 def test_modules_in_eval_and_in_training(module: nn.Module, capture: Callable[..., fx.GraphModule]) -> None:
