@@ -104,7 +104,7 @@ def _module_writes(node: fx.Node) -> list[fx.Node | ModuleParameter]:
 
 
 def _is_known_module(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module) and not torch_private.is_changed(module)
+    return type(module).__module__.startswith("torch.nn.modules.") and torch_private.calls_own_forward(module)
 
 
 def _body_writes(call: fx.Node) -> list[fx.Node | ModuleParameter]:
