@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from small_package import env_in, package_in
 from torch._dynamo.utils import counters
 
 from fxfuse import library, registry
@@ -74,6 +76,18 @@ def compiles(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert not [record for record in caplog.get_records("call") if record.name.startswith("fxfuse")]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package of one tiny source, under a path that shells and ninja would split."""
+    return package_in(tmp_path / "a folder: x")
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """The environment of a build that keeps its libraries in a folder of the test's."""
+    return env_in(tmp_path)
 
 
 def _no_compiler() -> str | None:

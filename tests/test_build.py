@@ -12,24 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_package import answer, compiler_script, cpu_recipe, env_in, fake_recipe, loader, package_in, said, source_of
+from small_package import answer, compiler_script, cpu_recipe, fake_recipe, loader, said, source_of
 from static_libstdcxx import exported, needed
 
 from fxfuse import build, recipe as recipes
 from fxfuse.build import build_hash, ptxas_table
 from fxfuse.recipe import AHEAD_ARCHITECTURES, ninja_file, recipe, record_path
 from fxfuse.toolchain import BuildError, Compiler
-
-
-@pytest.fixture
-def package(tmp_path):
-    """Under a path that shells and ninja would split."""
-    return package_in(tmp_path / "a folder: x")
-
-
-@pytest.fixture
-def env(tmp_path):
-    return env_in(tmp_path)
 
 
 def in_process(package, env, **options):

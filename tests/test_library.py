@@ -6,24 +6,13 @@ import sys
 import threading
 
 import pytest
-from small_package import cpu_recipe, env_in, fake_recipe, loader, package_in, said, source_of, write_library
+from small_package import cpu_recipe, fake_recipe, loader, said, source_of, write_library
 
 from fxfuse import library
 from fxfuse.build import copy
 from fxfuse.library import search
 from fxfuse.recipe import AHEAD_ARCHITECTURES, covers
 from fxfuse.toolchain import BuildError, cache_dir
-
-
-@pytest.fixture
-def package(tmp_path):
-    """Under a path that shells and ninja would split."""
-    return package_in(tmp_path / "a folder: x")
-
-
-@pytest.fixture
-def env(tmp_path):
-    return env_in(tmp_path)
 
 
 @pytest.mark.compiler
